@@ -1,0 +1,1 @@
+"""Measurements: each is a command that prints a table, and one JSON line with ``--json``."""

@@ -1,0 +1,136 @@
+"""What the stack costs: tokens from a simulated engine without step time through the whole HTTP path.
+
+Beside it, in the same run and on the same Ray, the usual way to stream with Ray Serve: an ingress that passes on, item
+by item, what a replica of another deployment yields.
+"""
+
+import argparse
+import json
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import HTTPOptions
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+from splitserve.bench.sse_load import LoadResult, run_load
+from splitserve.cluster.application import application
+from splitserve.cluster.settings import AppSettings
+from splitserve.engine.settings import EngineSettings, SimulationSettings
+
+PROMPT = list(range(100, 108))
+USUAL_TOKENS = 64
+
+
+class UsualReplica:
+    """Yields tokens as fast as they are taken."""
+
+    async def tokens(self, count: int) -> AsyncGenerator[str, None]:
+        for number in range(count):
+            yield f" {number}"
+
+
+class UsualIngress:
+    """Passes a replica's stream on as server-sent events."""
+
+    def __init__(self, replica: DeploymentHandle) -> None:
+        self._replica = replica.options(stream=True)
+
+    async def __call__(self, request: Request) -> StreamingResponse:
+        count = (await request.json())["max_tokens"]
+        return StreamingResponse(self._events(count), media_type="text/event-stream")
+
+    async def _events(self, count: int) -> AsyncGenerator[str, None]:
+        async for text in self._replica.tokens.remote(count):
+            yield f"data: {json.dumps({'choices': [{'text': text}]})}\n\n"
+        yield f'data: {{"usage": {{"completion_tokens":{count}}}}}\n\n'
+
+
+def usual_application() -> Application:
+    """The ingress in front of the replica."""
+    options = {"max_ongoing_requests": 1000, "ray_actor_options": {"num_cpus": 0}}
+    return serve.deployment(UsualIngress, **options).bind(serve.deployment(UsualReplica, **options).bind())
+
+
+@contextmanager
+def applications(port: int) -> Iterator[None]:
+    """Ours at ``/``, the usual one at ``/usual``, on a Ray of their own."""
+    settings = AppSettings(engine=EngineSettings(simulation=SimulationSettings()))
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="warning",
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
+        serve.run(application(settings), name="splitserve", route_prefix="/")
+        serve.run(usual_application(), name="usual", route_prefix="/usual")
+        yield
+    finally:
+        ray.shutdown()
+
+
+def completion(tokens: int) -> dict[str, Any]:
+    """A streamed request for exactly ``tokens`` tokens."""
+    return {
+        "model": "smollm2",
+        "prompt": PROMPT,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def measure(streams: int, tokens: int, requests: int, port: int) -> tuple[LoadResult, LoadResult, LoadResult]:
+    """(ours at one client, ours at ``streams`` clients, the usual way at ``streams`` clients)."""
+    path = "/v1/completions"
+    run_load(port, path, [completion(tokens)] * streams, streams)  # warm-up
+    single = run_load(port, path, [completion(2)] * requests, 1)
+    ours = run_load(port, path, [completion(tokens)] * (2 * streams), streams)
+    run_load(port, "/usual", [{"max_tokens": 8}] * streams, streams)
+    usual = run_load(port, "/usual", [{"max_tokens": USUAL_TOKENS}] * streams, streams)
+    return single, ours, usual
+
+
+def main() -> None:
+    """Print a table, or with ``--json`` one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64, help="concurrent streams")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of each stream")
+    parser.add_argument("--requests", type=int, default=100, help="requests for the time to the first token")
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    options = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with applications(port):
+        single, ours, usual = measure(options.streams, options.tokens, options.requests, port)
+    figures = {
+        "tokens_per_s": round(ours.tokens_per_s),
+        "added_ttft_ms": round(1000 * single.median_ttft_s(), 1),
+        "events_per_s": round(ours.events_per_s),
+        "usual_tokens_per_s": round(usual.tokens_per_s),
+        "ratio": round(ours.tokens_per_s / usual.tokens_per_s, 1),
+    }
+    if options.json:
+        print(json.dumps(figures))
+        return
+    print(f"{options.streams} streams            tokens/s   events/s")
+    print(f"splitserve           {ours.tokens_per_s:10.0f} {ours.events_per_s:10.0f}")
+    print(f"usual Serve stream   {usual.tokens_per_s:10.0f} {usual.events_per_s:10.0f}")
+    print(f"ratio                {figures['ratio']:10.1f}")
+    print(f"time to the first token at one client: {figures['added_ttft_ms']} ms (median)")
+
+
+if __name__ == "__main__":
+    main()

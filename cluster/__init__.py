@@ -1,0 +1,1 @@
+"""The Serve deployments and what connects them: gateway, workers, feeds, HTTP API."""

@@ -1,0 +1,70 @@
+"""What the API asks of whoever computes: tokens in, tokens out."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from splitserve.engine.detokenizer import Decoder
+from splitserve.engine.protocol import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of one request, in order: everything that has arrived since the item before."""
+
+    token_ids: list[int]
+    finish: FinishReason | None = None  # with the last item: STOP or LENGTH
+    cached_tokens: int | None = None  # prompt tokens taken from a prefix cache; known once, with the first item
+
+
+class Service(Protocol):
+    """A model behind the API. All methods are called on the event loop."""
+
+    @property
+    def model(self) -> str:
+        """The name clients ask for."""
+
+    @property
+    def created(self) -> int:
+        """Unix time in seconds at which the model was put up."""
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest sequence, prompt and output together."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Valid token ids are [0, vocab_size)."""
+
+    @property
+    def tokenizer(self) -> Decoder:
+        """Turns output tokens into text."""
+
+    async def tokenize_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of the rendered conversation, ready for the model's reply. Does not block the event loop.
+
+        Raises ``BadRequest`` with param "messages" and the template's own sentence where it refuses the conversation.
+        """
+
+    async def tokenize_text(self, text: str) -> list[int]:
+        """Token ids of a plain prompt. Does not block the event loop."""
+
+    def check_prompt(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Called before any cost arises. Raises ``ContextTooLong`` where a pool is too small for the request."""
+
+    def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, request_id: str | None
+    ) -> AsyncGenerator[Tokens, None]:
+        """Compute one request. The last item has ``finish``; only STOP and LENGTH are replies, all else must raise.
+
+        Closing the generator, at any point, aborts the request and releases what it holds; so does cancelling the
+        task that waits for an item. The caller closes it always. ``request_id`` is the client's and may repeat: for
+        logs and traces, never a key. Raises ``ApiError``, before or after the first item. What the reader has not
+        taken yet is the service's to bound: it gathers in the next item.
+        """
+
+    def ready(self) -> tuple[bool, dict[str, Any]]:
+        """Whether a request sent now would be computed, and the reasons as plain data."""
+
+    def metrics_text(self) -> str:
+        """All metrics in the Prometheus text format."""

@@ -1,0 +1,62 @@
+"""Reports of one worker on their way to one gateway."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from splitserve.engine.protocol import StepReport
+
+
+def merge(earlier: StepReport, later: StepReport) -> None:
+    """Add ``later`` to ``earlier``: as if both had been one step. For reports that wait together, so that a slow
+    reader costs neither messages nor memory per step.
+    """
+    last_of = {update.request_id: update for update in earlier.updates}
+    for update in later.updates:
+        before = last_of.get(update.request_id)
+        if before is None or before.finish is not None:
+            earlier.updates.append(update)
+            continue
+        before.tokens.extend(update.tokens)
+        before.finish, before.ticket, before.error = update.finish, update.ticket, update.error
+        if before.cached_tokens is None:
+            before.cached_tokens = update.cached_tokens
+    if later.facts is not None:
+        earlier.facts, earlier.stored, earlier.removed = later.facts, later.stored, later.removed
+    else:
+        earlier.stored.extend(later.stored)
+        gone = set(later.removed)
+        earlier.stored = [name for name in earlier.stored if name not in gone]
+        earlier.removed.extend(later.removed)
+    earlier.load, earlier.role, earlier.steps = later.load, later.role, later.steps
+    if later.counters is not None:
+        earlier.counters = later.counters
+    earlier.step_s += later.step_s
+    earlier.prefill_tokens += later.prefill_tokens
+    earlier.decode_tokens += later.decode_tokens
+
+
+class Outbox:
+    """Holds at most one merged report. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._pending: StepReport | None = None
+        self._news = asyncio.Event()
+        self._number = 0
+
+    def put(self, report: StepReport) -> None:
+        if self._pending is None:
+            self._pending = report
+            self._news.set()
+        else:
+            merge(self._pending, report)
+
+    async def reports(self) -> AsyncGenerator[StepReport, None]:
+        """Everything put here, numbered without gaps; never ends by itself."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            report, self._pending = self._pending, None
+            assert report is not None
+            report.number = self._number
+            self._number += 1
+            yield report

@@ -1,0 +1,162 @@
+"""The way of a request: place, prefill, hand over, decode.
+
+::
+
+    place ──▶ PREFILL ──ticket──▶ DECODE ──▶ done
+      │          │                  ▲ │
+      │          └── ended with its first token ──▶ done
+      └── nobody prefills ──────────┘ │
+      ▲                               │
+      └──── a leg was lost: the tokens so far become part of the prompt, and the request is placed anew
+
+What may live here: the order of these phases and who cleans up after each. Choosing workers is ``router.placement``,
+talking to them ``worker_link``, text the API's.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from random import Random
+
+from msgspec.structs import replace
+
+from splitserve.cluster.api.errors import NoWorker, WorkerLost
+from splitserve.cluster.api.service import Tokens
+from splitserve.cluster.leg import Leg, LegLost
+from splitserve.cluster.settings import GatewaySettings
+from splitserve.cluster.telemetry import Telemetry
+from splitserve.cluster.worker_link import WorkerLink
+from splitserve.cluster.worker_links import WorkerLinks
+from splitserve.engine.page_hash import PageHasher
+from splitserve.engine.protocol import FinishReason, Request, RequestId, SamplingParams, SequenceUpdate, WorkerId
+from splitserve.router.load_view import LoadView
+from splitserve.router.placement import NobodyThere, Placement, place
+
+RETRY_AFTER_S = 5.0
+
+
+class RequestPath:
+    """Takes requests from prompt tokens to output tokens. One for all requests of a gateway."""
+
+    def __init__(
+        self, links: WorkerLinks, view: LoadView, hasher: PageHasher, settings: GatewaySettings, telemetry: Telemetry
+    ) -> None:
+        self._links = links
+        self._view = view
+        self._hasher = hasher
+        self._settings = settings
+        self._telemetry = telemetry
+        self._rng = Random()
+
+    async def run(self, prompt: Sequence[int], sampling: SamplingParams) -> AsyncGenerator[Tokens, None]:
+        """All tokens of one request; the last item has ``finish``. Closing it ends what runs for the request anywhere.
+
+        Raises NoWorker and WorkerLost, before or after the first item.
+        """
+        name = secrets.token_hex(8)
+        request = Request(RequestId(name), tuple(prompt), self._hasher.chain(prompt), sampling)
+        loss: LegLost | None = None
+        for attempt in range(self._settings.attempts):
+            request = replace(request, request_id=RequestId(f"{name}-{attempt}"))
+            try:
+                async with aclosing(self._attempt(request, await self._place(request))) as items:
+                    async for tokens in items:
+                        yield tokens
+                        if tokens.finish is not None:
+                            return
+                        request = self._advanced(request, tokens.token_ids)
+            except LegLost as lost:
+                loss = lost
+                self._telemetry.recovered.inc()
+        raise WorkerLost(f"The request was lost on its way {self._settings.attempts} times, at last because: {loss}.")
+
+    async def _place(self, request: Request) -> Placement:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._settings.placement_wait_s
+        while True:
+            try:
+                return place(request.page_hashes, len(request.prompt), self._view, self._rng)
+            except NobodyThere:
+                left_s = deadline - clock()
+                if left_s <= 0:
+                    raise NoWorker("No worker is ready at the moment.", retry_after_s=RETRY_AFTER_S) from None
+                await self._links.wait_for_change(left_s)
+
+    async def _attempt(self, request: Request, placement: Placement) -> AsyncGenerator[Tokens, None]:
+        if placement.prefill is None:
+            with self._leg(placement.decode, request, lambda link: link.decode(request, None)) as leg:
+                async for tokens in self._tokens(leg):
+                    yield tokens
+            return
+
+        with self._leg(placement.prefill, request, lambda link: link.prefill(request)) as leg:
+            update = await leg.next(self._settings.token_wait_s)
+        first = tokens_of(update)
+        if update.finish is not FinishReason.HANDED_OVER:
+            yield first
+            return
+
+        following, ticket = self._advanced(request, update.tokens), update.ticket
+        with (
+            self._lease(placement.prefill, request.request_id) as lease,
+            self._leg(placement.decode, following, lambda link: link.decode(following, ticket)) as leg,
+        ):
+            yield first
+            async for tokens in self._tokens(leg):
+                lease.ended = True
+                yield tokens
+
+    async def _tokens(self, leg: Leg) -> AsyncGenerator[Tokens, None]:
+        while True:
+            tokens = tokens_of(await leg.next(self._settings.token_wait_s))
+            yield tokens
+            if tokens.finish is not None:
+                return
+
+    def _advanced(self, request: Request, drawn: Sequence[int]) -> Request:
+        """The request as it stands after ``drawn``: for whoever goes on with it these are part of the prompt."""
+        prompt = (*request.prompt, *drawn)
+        rest = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(drawn))
+        names = self._hasher.chain(prompt, request.page_hashes)
+        return replace(request, prompt=prompt, page_hashes=names, sampling=rest)
+
+    @contextmanager
+    def _leg(self, worker: WorkerId, request: Request, start: Callable[[WorkerLink], Leg]) -> Iterator[Leg]:
+        """A request on one worker; ended there if it has not ended by itself."""
+        link = self._links.get(worker)
+        if link is None:
+            raise LegLost(f"worker {worker} is not connected")
+        self._view.sent(worker, request.request_id, len(request.prompt))
+        leg = start(link)
+        try:
+            yield leg
+        finally:
+            self._view.ended(worker, request.request_id)
+            if not leg.ended:
+                link.abort(request.request_id)
+
+    @contextmanager
+    def _lease(self, worker: WorkerId, request_id: RequestId) -> Iterator["Lease"]:
+        """Pages that wait on a worker; given up there unless the one they were for has settled the matter."""
+        lease = Lease()
+        try:
+            yield lease
+        finally:
+            link = self._links.get(worker)
+            if not lease.ended and link is not None:
+                link.abort(request_id)
+
+
+class Lease:
+    """What the gateway knows of a lease: whether the decode worker has fetched or refused its pages."""
+
+    ended = False
+
+
+def tokens_of(update: SequenceUpdate) -> Tokens:
+    """What a worker's update means for the client. Raises LegLost where the worker could not go on."""
+    if update.finish in (FinishReason.ERROR, FinishReason.ABORT):
+        raise LegLost(update.error or "the worker ended it")
+    finish = None if update.finish is FinishReason.HANDED_OVER else update.finish
+    return Tokens(update.tokens, finish, update.cached_tokens)

@@ -1,0 +1,65 @@
+"""The command ``splitserve``."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from splitserve import __version__
+
+RAY_QUIET = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """``dest`` of each option of ``serve`` is the dotted configuration key that it overrides."""
+    top = argparse.ArgumentParser(
+        prog="splitserve", description="LLM serving with prefill and decode on separate workers."
+    )
+    top.add_argument("--version", action="version", version=f"splitserve {__version__}")
+    commands = top.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model: join a running Ray cluster, or start one on this machine until Ctrl-C.",
+        argument_default=argparse.SUPPRESS,
+    )
+    serve.add_argument("--config", type=Path, default=None, help="YAML file; options given here override it")
+    serve.add_argument(
+        "--model", dest="engine.model", metavar="PATH", help="GGUF file, folder of safetensors, or hub id"
+    )
+    serve.add_argument(
+        "--served-name", dest="gateway.served_name", metavar="NAME", help='the "model" that clients ask for'
+    )
+    serve.add_argument("--prefill", dest="prefill.workers", type=int, metavar="N", help="prefill workers")
+    serve.add_argument("--decode", dest="decode.workers", type=int, metavar="N", help="decode workers")
+    serve.add_argument("--host", dest="host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", dest="port", type=int, metavar="P", help="port to listen on (default 8000)")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for a failure to start, 2 for wrong options or configuration."""
+    options: dict[str, Any] = vars(parser().parse_args(argv))
+    del options["command"]
+    for name, value in RAY_QUIET.items():
+        os.environ.setdefault(name, value)
+
+    from splitserve.deploy.config import ConfigError, serve_settings  # Ray reads its environment when it is imported
+    from splitserve.deploy.serving import StartFailed, serve_until_stopped
+
+    try:
+        settings = serve_settings(options.pop("config"), options)
+        serve_until_stopped(settings)
+    except ConfigError as error:
+        print(f"splitserve: {error}", file=sys.stderr)
+        return 2
+    except StartFailed as error:
+        print(f"splitserve: {error}", file=sys.stderr)
+        return 1
+    return 0

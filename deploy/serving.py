@@ -1,0 +1,173 @@
+"""From a configuration to a running application on Ray, and back to nothing."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+from ray.serve.schema import ServeStatus
+
+from splitserve.cluster.application import application
+from splitserve.deploy.config import ServeSettings
+
+APP_NAME = "splitserve"
+QUIET_S = 5.0  # a line at least this often while it starts
+STOP_TIMEOUT_S = 15.0
+
+
+class StartFailed(Exception):
+    """The application did not come up; the message says what stood in the way."""
+
+
+def serve_until_stopped(settings: ServeSettings) -> None:
+    """Bring the application up, wait for Ctrl-C or SIGTERM, take down everything that was started here. Raises
+    StartFailed.
+    """
+    started = time.monotonic()
+    stop = threading.Event()
+    with _stopping_on_signals(stop), _ray(settings), _application(settings, stop):
+        if not stop.is_set():
+            print(_closing_line(settings, time.monotonic() - started), flush=True)
+        while not stop.wait(1.0):
+            pass
+        say("stopping")
+
+
+def say(line: str) -> None:
+    """One line of progress for whoever waits."""
+    print(f"splitserve: {line}", flush=True)
+
+
+@contextmanager
+def _stopping_on_signals(stop: threading.Event) -> Iterator[None]:
+    def note(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _ray(settings: ServeSettings) -> Iterator[None]:
+    """Ray, joined if it runs already, else started here and shut down at the end."""
+    _check_port(settings)
+    try:
+        ray.init(address="auto", log_to_driver=True, logging_level="warning")
+        say("joined the running Ray cluster")
+    except ConnectionError:
+        say("starting Ray on this machine")
+        # Loopback only; logical CPUs as many as the workers reserve, so that more workers than cores are possible.
+        reserved = sum(pool.workers * pool.cpus for pool in (settings.prefill, settings.decode))
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, int(reserved + 0.999)),
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=True,
+            logging_level="warning",
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _application(settings: ServeSettings, stop: threading.Event) -> Iterator[None]:
+    serve_ran_before = _serve_runs()
+    say("starting Ray Serve")
+    serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
+    try:
+        _deploy(settings, stop)
+        yield
+    finally:
+        _within(STOP_TIMEOUT_S, (lambda: serve.delete(APP_NAME)) if serve_ran_before else serve.shutdown)
+
+
+def _deploy(settings: ServeSettings, stop: threading.Event) -> None:
+    """Start the application and say how far it is until it runs, fails, or is to stop."""
+    counts = f"{settings.prefill.workers} prefill and {settings.decode.workers} decode"
+    say(f"starting {counts} workers with {settings.engine.model}")
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            serve.run(application(settings), name=APP_NAME, route_prefix="/")
+        except BaseException as error:
+            failure.append(error)
+
+    deploying = threading.Thread(target=run, name="deploy", daemon=True)
+    deploying.start()
+    started = said_at = time.monotonic()
+    said = ""
+    while deploying.is_alive() and not stop.is_set():
+        deploying.join(0.25)
+        line = _stage(serve.status())
+        if line and (line != said or time.monotonic() - said_at >= QUIET_S):
+            say(f"{line} ({time.monotonic() - started:.0f} s)")
+            said, said_at = line, time.monotonic()
+    if failure:
+        raise StartFailed(_reason(serve.status()) or str(failure[0]))
+
+
+def _stage(status: ServeStatus) -> str:
+    app = status.applications.get(APP_NAME)
+    if app is None:
+        return "waiting for Ray Serve"
+    parts = []
+    for name, deployment in sorted(app.deployments.items()):
+        ready = deployment.replica_states.get("RUNNING", 0)
+        total = sum(deployment.replica_states.values()) or 1
+        parts.append(f"{name} {ready}/{total} ready")
+    return ", ".join(parts) or "waiting for Ray Serve"
+
+
+def _reason(status: ServeStatus) -> str:
+    app = status.applications.get(APP_NAME)
+    if app is None:
+        return ""
+    messages = [d.message for d in app.deployments.values() if d.message] + [app.message]
+    return next((message for message in messages if message), "")
+
+
+def _serve_runs() -> bool:
+    return any(actor["name"] == "SERVE_CONTROLLER_ACTOR" for actor in ray.util.list_named_actors(all_namespaces=True))
+
+
+def _check_port(settings: ServeSettings) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise StartFailed(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
+
+
+def _within(timeout_s: float, action: object) -> None:
+    """Run a call of Serve's that has no deadline of its own; what it leaves behind goes with Ray."""
+    assert callable(action)
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+
+
+def _closing_line(settings: ServeSettings, seconds: float) -> str:
+    url = f"http://{settings.host}:{settings.port}"
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": settings.served_name, "messages": messages})
+    return (
+        f"splitserve: ready after {seconds:.0f} s at {url} - try\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    )

@@ -1,0 +1,1 @@
+"""The engine: models, paged KV, scheduling and sampling. Knows neither Ray nor roles."""

@@ -1,0 +1,278 @@
+"""The engine: add, abort, step. One thread uses it; it knows nothing of workers' roles, of Ray or of clients.
+
+The life of a sequence::
+
+                       ┌──────── preempted ────────┐
+                       ▼                           │
+    add ──▶ WAITING ──pages──▶ RUNNING ──drawn tokens, finish──▶ gone
+      │        ▲                  │
+      │      failed               └──first token, hand_over──▶ gone; its pages wait under a lease
+      ▼        │
+    RECEIVING ─┴──arrived──▶ RUNNING
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from splitserve.engine.counters import Counters
+from splitserve.engine.handover import Handover
+from splitserve.engine.page_hash import PageHasher
+from splitserve.engine.page_pool import PagePool
+from splitserve.engine.protocol import FinishReason, Load, PageHash, Request, RequestId, SequenceUpdate
+from splitserve.engine.scheduler import Scheduler, SchedulerLimits
+from splitserve.engine.sequence import Sequence, SequenceState
+from splitserve.engine.step import Chunk, Runner
+from splitserve.kvtransfer.ticket import Ticket
+
+logger = logging.getLogger(__name__)
+
+
+class RequestRefused(Exception):
+    """A request that this engine can never compute, or one whose id is in use. The message names the limit."""
+
+
+@dataclass
+class StepResult:
+    """What one call of ``step`` did."""
+
+    updates: list[SequenceUpdate] = field(default_factory=list)
+    stored: list[PageHash] = field(default_factory=list)
+    removed: list[PageHash] = field(default_factory=list)
+    step_s: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+    @property
+    def computed(self) -> bool:
+        return self.prefill_tokens + self.decode_tokens > 0
+
+
+class Engine:
+    """Computes requests on one runner. ``clock`` gives monotonic seconds."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: PagePool,
+        hasher: PageHasher,
+        limits: SchedulerLimits,
+        handover: Handover,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._hasher = hasher
+        self._clock = clock
+        self._handover = handover
+        self._scheduler = Scheduler(pool, runner.layout.page_tokens, limits, counters)
+        self._sequences: dict[RequestId, Sequence] = {}
+        self._to_receive: deque[Sequence] = deque()
+        self._arrivals = 0
+        self._ended: list[SequenceUpdate] = []
+        self._counters = counters
+        self.steps = 0
+
+    # -- requests
+    # -------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, *, hand_over: bool = False, ticket: Ticket | None = None) -> None:
+        """Take a request on. With ``ticket`` the prompt's pages are read from a peer; should that fail they are
+        computed here.
+
+        Raises RequestRefused; then nothing is held.
+        """
+        self._check(request, hand_over)
+        if ticket is not None and ticket.tokens >= len(request.prompt):
+            raise RequestRefused(f"the ticket covers {ticket.tokens} tokens of a prompt of {len(request.prompt)}")
+        sequence = Sequence(request=request, hand_over=hand_over, ticket=ticket, arrival=self._arrivals)
+        self._arrivals += 1
+        self._sequences[request.request_id] = sequence
+        if ticket is None:
+            self._scheduler.enqueue(sequence)
+        else:
+            self._to_receive.append(sequence)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a request in whatever state it is, its lease included. False when there is nothing to end."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return self._handover.withdraw(request_id)
+        self._end(sequence, SequenceUpdate(request_id, [], FinishReason.ABORT))
+        return True
+
+    def _check(self, request: Request, hand_over: bool) -> None:
+        if request.request_id in self._sequences:
+            raise RequestRefused(f"request id {request.request_id!r} is in use")
+        if not request.prompt or request.sampling.max_tokens < 1:
+            raise RequestRefused("a request needs at least one prompt token and max_tokens of at least 1")
+        new_tokens = 1 if hand_over else request.sampling.max_tokens
+        # The last drawn token is never computed, so it needs no place in a page.
+        longest = len(request.prompt) + new_tokens - 1
+        if longest + 1 > self._runner.max_model_tokens:
+            raise RequestRefused(f"{longest + 1} tokens exceed the model's {self._runner.max_model_tokens}")
+        if self._runner.layout.pages_for(longest) > self._pool.total:
+            room = self._pool.total * self._runner.layout.page_tokens
+            raise RequestRefused(f"{longest} tokens exceed this worker's pool of {room}")
+
+    # -- a step
+    # ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to compute and nothing under way with peers: ``step`` can wait for a request."""
+        return not self._sequences and not self._handover.active and not self._ended
+
+    @property
+    def computing(self) -> bool:
+        """Whether the next step has something to compute. If not, but not idle either, a peer's pages or word may
+        come.
+        """
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def step(self) -> StepResult:
+        """Look after transfers, then compute one step if there is anything to compute. Does not raise for a request's
+        sake.
+        """
+        self._handover.poll(self._clock(), self._arrived, self._failed)
+        self._start_receptions()
+        plan = self._scheduler.plan()
+        result = StepResult()
+        if plan:
+            self._compute(plan, result)
+        result.updates = self._ended + result.updates
+        self._ended = []
+        result.stored, result.removed = self._pool.cache.drain_events()
+        return result
+
+    def _compute(self, plan: list[tuple[Sequence, Chunk]], result: StepResult) -> None:
+        started = self._clock()
+        try:
+            drawn = self._runner.run([chunk for _, chunk in plan])
+        except Exception:
+            # The pages of this step are in doubt, so are the requests that own them; everybody else goes on.
+            logger.exception("a step failed; its %d requests end with an error", len(plan))
+            self._counters.add("splitserve_failed_steps_total")
+            for sequence, _ in plan:
+                self._end(
+                    sequence, SequenceUpdate(sequence.request_id, [], FinishReason.ERROR, error="the step failed")
+                )
+            return
+        result.step_s = self._clock() - started
+        self.steps += 1
+        for (sequence, chunk), token in zip(plan, drawn, strict=True):
+            self._advance(sequence, chunk, token, result)
+        count = self._counters.add
+        count("splitserve_steps_total")
+        count("splitserve_step_seconds_total", result.step_s)
+        count("splitserve_prefill_tokens_total", result.prefill_tokens)
+        count("splitserve_decode_tokens_total", result.decode_tokens)
+
+    def _advance(self, sequence: Sequence, chunk: Chunk, token: int | None, result: StepResult) -> None:
+        if chunk.start and len(chunk.token_ids) == 1:
+            result.decode_tokens += 1
+        else:
+            result.prefill_tokens += len(chunk.token_ids)
+        if token is None and chunk.sample is not None:
+            # Its pages may hold what made the logits unusable, so they are not named for others.
+            self._end(sequence, SequenceUpdate(sequence.request_id, [], FinishReason.ERROR, error="no finite logits"))
+            return
+        sequence.computed = chunk.end
+        self._seal(sequence)
+        if token is None:
+            return
+        sequence.tokens.append(token)
+        update = SequenceUpdate(sequence.request_id, [token], self._finish_reason(sequence, token))
+        if sequence.new_tokens == 1:
+            update.cached_tokens = sequence.cached_tokens
+        if update.finish is None and sequence.hand_over:
+            update.finish = FinishReason.HANDED_OVER
+            update.ticket = self._handover.offer(sequence, self._clock())
+        if update.finish is not None:
+            self._leave(sequence)
+        result.updates.append(update)
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        if token in sampling.stop_token_ids or (token in self._runner.eos_token_ids and not sampling.ignore_eos):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if sequence.new_tokens >= sampling.max_tokens else None
+
+    def _seal(self, sequence: Sequence) -> None:
+        """Name every page that is full now, so that others can share it."""
+        page_tokens = self._hasher.page_tokens
+        assert sequence.pages is not None
+        while (sequence.sealed + 1) * page_tokens <= sequence.computed:
+            index = sequence.sealed
+            if index == len(sequence.names):
+                parent = sequence.names[-1] if sequence.names else self._hasher.root
+                page = sequence.tokens[index * page_tokens : (index + 1) * page_tokens]
+                sequence.names.append(self._hasher.extend(parent, page))
+            sequence.pages.seal(index, sequence.names[index])
+            sequence.sealed += 1
+
+    # -- receiving
+    # ------------------------------------------------------------------------------------------------------
+
+    def _start_receptions(self) -> None:
+        while self._to_receive:
+            sequence = self._to_receive[0]
+            if not self._scheduler.reserve(sequence, keep_last_token=True):
+                return
+            self._to_receive.popleft()
+            self._handover.receive(sequence, self._clock())
+
+    def _arrived(self, sequence: Sequence) -> None:
+        self._seal(sequence)
+        self._scheduler.start(sequence)
+
+    def _failed(self, sequence: Sequence) -> None:
+        self._scheduler.enqueue(sequence)
+
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
+
+    def _end(self, sequence: Sequence, update: SequenceUpdate) -> None:
+        self._leave(sequence)
+        self._ended.append(update)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """The sequence has reached its terminal state: it is in no queue and owns nothing."""
+        if sequence in self._to_receive:
+            self._to_receive.remove(sequence)
+            self._handover.refuse(sequence, self._clock())
+        elif sequence.state is SequenceState.RECEIVING:
+            self._handover.abandon(sequence, self._clock())
+        else:
+            self._scheduler.remove(sequence)
+        del self._sequences[sequence.request_id]
+        if sequence.pages is not None:
+            sequence.pages.release()
+            sequence.pages = None
+
+    def close(self) -> None:
+        """End every request and lease, and let go of the transport."""
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+        self._handover.close(self._clock())
+
+    # -- what it looks like from outside
+    # --------------------------------------------------------------------------------
+
+    def load(self) -> Load:
+        waiting, running = self._scheduler.waiting, self._scheduler.running
+        return Load(
+            waiting=len(waiting) + len(self._to_receive),
+            waiting_tokens=sum(s.left_to_compute for s in [*waiting, *running, *self._to_receive]),
+            running=len(running),
+            free_pages=self._pool.free_pages,
+            cached_pages=self._pool.cached_pages,
+            held_pages=self._pool.held_pages,
+            total_pages=self._pool.total,
+        )
+
+    def cached_names(self) -> list[PageHash]:
+        """Names of all pages that can be shared now."""
+        return self._pool.cache.names()

@@ -1,0 +1,44 @@
+"""Names of page contents: a keyed hash over the tokens of a page and of everything before it.
+
+Router and workers must agree on these, so the key comes from the configuration and never from the process. The hash is
+cryptographic (BLAKE2b): who can guess prompts but not the key can neither forge nor predict a page's name.
+"""
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from splitserve.engine.protocol import PageHash
+
+HASH_BYTES = 16
+
+
+class PageHasher:
+    """Hashes full pages of ``page_tokens`` tokens. ``key`` is 1 to 64 bytes and the same in the whole cluster.
+
+    Page contents depend on more than tokens: pass whatever else changes them (model, dtype, adapter, tenant salt) as
+    ``context``.
+    """
+
+    def __init__(self, page_tokens: int, key: bytes, context: bytes = b"") -> None:
+        if page_tokens < 1:
+            raise ValueError(f"page_tokens must be at least 1, got {page_tokens}")
+        if not 1 <= len(key) <= 64:
+            raise ValueError(f"the page hash key must have 1 to 64 bytes, got {len(key)}")
+        self.page_tokens = page_tokens
+        self._key = key
+        self._pack = struct.Struct(f"<{page_tokens}q").pack
+        self.root = PageHash(blake2b(context, digest_size=HASH_BYTES, key=key).digest())
+
+    def extend(self, parent: PageHash, page: Sequence[int]) -> PageHash:
+        """Name of the page with exactly ``page_tokens`` tokens ``page`` that follows the page named ``parent``."""
+        return PageHash(blake2b(parent + self._pack(*page), digest_size=HASH_BYTES, key=self._key).digest())
+
+    def chain(self, tokens: Sequence[int], known: Sequence[PageHash] = ()) -> tuple[PageHash, ...]:
+        """Names of all full pages of ``tokens``; a partial last page has none. ``known``: the first of these names."""
+        names = list(known)
+        parent = names[-1] if names else self.root
+        for start in range(len(names) * self.page_tokens, len(tokens) - self.page_tokens + 1, self.page_tokens):
+            parent = self.extend(parent, tokens[start : start + self.page_tokens])
+            names.append(parent)
+        return tuple(names)

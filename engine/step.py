@@ -1,0 +1,58 @@
+"""One step of the engine as plain data: what the scheduler decides and a runner computes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from splitserve.engine.protocol import PageId, RequestId, SamplingParams
+from splitserve.kvtransfer.layout import PageLayout
+from splitserve.kvtransfer.transport import PoolMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of one sequence that a step computes: positions [start, start + len(token_ids))."""
+
+    request_id: RequestId
+    token_ids: Sequence[int]
+    start: int
+    page_table: Sequence[PageId]  # covers at least positions [0, start + len(token_ids)), by absolute page index
+    sample: SamplingParams | None  # None: the prompt goes on in a later chunk, draw nothing
+    history: Sequence[int] = ()  # the sequence's tokens [0, end), for runners that check what the pages hold
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+class Runner(Protocol):
+    """Computes steps over a pool of pages that it owns. Used by one thread; nothing here is safe to call from two."""
+
+    @property
+    def layout(self) -> PageLayout:
+        """Shape of one page."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool, measured or configured at start."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence."""
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest sequence (prompt and output) the model can hold."""
+
+    def memory(self) -> PoolMemory:
+        """The pool's memory, for registration with a transport. Stays at this address for the runner's life."""
+
+    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """Compute every chunk, write its keys and values into the pages, and draw one token after each chunk that
+        samples.
+
+        Blocking. Returns one entry per chunk, in order: the drawn token, or None where ``sample`` is None. None for a
+        chunk that samples means that its logits were not finite: that sequence can't go on, the others can. Within a
+        step no page is written by two chunks. Raises only on our own mistakes or a failing device; the step then counts
+        as not done.
+        """

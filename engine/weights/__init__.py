@@ -1,0 +1,1 @@
+"""Reading weights: GGUF files and Hugging Face folders of safetensors."""

@@ -1,0 +1,218 @@
+"""A transport within one process, with fault points: what tests use in place of a network."""
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from splitserve.kvtransfer.transport import Peer, PoolMemory, ReadState, TransferError
+
+_NO_SUCH_PEER = "not connected; call connect again"
+
+
+@dataclass
+class Faults:
+    """What goes wrong for the transport that holds it. Change it at any time; counters of polls are those of each
+    read.
+    """
+
+    refuse_connect: bool = False
+    fail_prepare: bool = False
+    fail_post: bool = False
+    fail_poll: bool = False
+    raise_foreign: bool = False  # polls raise an exception that is no TransferError
+    hang: bool = False  # reads make no progress
+    lose_notices: bool = False
+    double_notices: bool = False
+    drop_peer_once: bool = False  # the next read finds its peer disconnected, and stays so until forget and connect
+    abandon_polls: int = 0  # so many times abandon says no, and the read writes a page each time
+
+
+class LocalNetwork:
+    """Finds the transports of one process by their endpoint."""
+
+    def __init__(self) -> None:
+        self._live: dict[bytes, LocalTransport] = {}
+        self._numbers = itertools.count(1)
+
+    def add(self, name: str, transport: "LocalTransport") -> bytes:
+        """Give a transport its endpoint, another one for each incarnation of ``name``."""
+        endpoint = f"{name}#{next(self._numbers)}".encode()
+        self._live[endpoint] = transport
+        return endpoint
+
+    def remove(self, endpoint: bytes) -> None:
+        """From now on the transport behind ``endpoint`` is gone for all."""
+        self._live.pop(endpoint, None)
+
+    def find(self, endpoint: bytes) -> "LocalTransport | None":
+        return self._live.get(endpoint)
+
+
+class LocalTransport:
+    """Moves one page per poll, so that everything else can happen in between. Implements ``Transport``; not
+    thread-safe.
+    """
+
+    def __init__(self, name: str, memory: PoolMemory, network: LocalNetwork, faults: Faults | None = None) -> None:
+        if memory.device is not None:
+            raise ValueError("a local transport copies host memory only")
+        self.memory = memory
+        self.faults = faults if faults is not None else Faults()
+        self.generations = [0] * memory.num_pages
+        self.open_reads = 0
+        self._network = network
+        self._endpoint = network.add(name, self)
+        self._peers: dict[Peer, bool] = {}  # whether it still answers
+        self._inbox: list[bytes] = []
+        self._closed = False
+
+    def endpoint(self) -> bytes:
+        return self._endpoint
+
+    def connect(self, endpoint: bytes) -> Peer:
+        if self.faults.refuse_connect or self._network.find(endpoint) is None:
+            raise TransferError("connect", f"nobody at {endpoint!r}")
+        peer = Peer(endpoint.decode())
+        self._peers.setdefault(peer, True)
+        return peer
+
+    def forget(self, peer: Peer) -> None:
+        self._peers.pop(peer, None)
+
+    def read_pages(self, peer: Peer, remote: Sequence[int], local: Sequence[int], notice: bytes = b"") -> "LocalRead":
+        source = self._source(peer, remote, local)
+        return LocalRead(self, source, peer, list(zip(remote, local, strict=True)), notice)
+
+    def read_generations(self, peer: Peer, pages: Sequence[int]) -> "LocalGenerationRead":
+        return LocalGenerationRead(self, self._source(peer, pages, ()), peer, list(pages))
+
+    def set_generation(self, page: int, generation: int) -> None:
+        self.generations[page] = generation
+
+    def notify(self, peer: Peer, notice: bytes) -> None:
+        target = self.alive(peer)
+        if target is None:
+            raise TransferError("notify", f"{peer}: {_NO_SUCH_PEER}")
+        copies = 0 if self.faults.lose_notices else 2 if self.faults.double_notices else 1
+        target._inbox.extend([notice] * copies)
+
+    def notices(self) -> list[bytes]:
+        arrived, self._inbox = self._inbox, []
+        return arrived
+
+    def close(self) -> None:
+        self._closed = True
+        self._network.remove(self._endpoint)
+        self._peers.clear()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def alive(self, peer: Peer) -> "LocalTransport | None":
+        """The peer's transport while both ends and the connection are up."""
+        return self._network.find(peer.encode()) if self._peers.get(peer, False) else None
+
+    def _source(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> "LocalTransport":
+        if self.faults.fail_prepare:
+            raise TransferError("prepare", f"{peer}: told to fail")
+        if self.faults.drop_peer_once and peer in self._peers:
+            self.faults.drop_peer_once = False
+            self._peers[peer] = False
+        source = self.alive(peer)
+        if source is None:
+            raise TransferError("disconnect", f"{peer}: {_NO_SUCH_PEER}")
+        if source.memory.page_bytes != self.memory.page_bytes:
+            raise TransferError("prepare", f"{peer}: pages of {source.memory.page_bytes} bytes")
+        for pages, num_pages in ((remote, source.memory.num_pages), (local, self.memory.num_pages)):
+            if any(not 0 <= page < num_pages for page in pages):
+                raise TransferError("prepare", f"{peer}: a page is outside [0, {num_pages})")
+        if self.faults.fail_post:
+            raise TransferError("post", f"{peer}: told to fail")
+        return source
+
+
+class LocalRead:
+    """Implements ``Read``: page after page, in order."""
+
+    def __init__(
+        self, reader: LocalTransport, source: LocalTransport, peer: Peer, pairs: list[tuple[int, int]], notice: bytes
+    ) -> None:
+        self._reader = reader
+        self._source = source
+        self._peer = peer
+        self._left = pairs[::-1]
+        self._notice = notice
+        self._state = ReadState.READING
+        self._error: TransferError | None = None
+        self._refusals_left = reader.faults.abandon_polls
+        reader.open_reads += 1
+
+    @property
+    def error(self) -> TransferError | None:
+        return self._error
+
+    def poll(self) -> ReadState:
+        faults = self._reader.faults
+        if self._state is not ReadState.READING or self._ended_by_close():
+            return self._state
+        if faults.raise_foreign:
+            raise RuntimeError("told to fail")
+        if faults.fail_poll:
+            self._end(ReadState.FAILED, TransferError("read", f"{self._peer}: told to fail"))
+        elif self._source.closed:
+            self._end(ReadState.FAILED, TransferError("disconnect", f"{self._peer} is gone"))
+        elif not faults.hang:
+            self._copy_one()
+            if not self._left:
+                self._end(ReadState.DONE)
+                if self._notice:
+                    self._reader.notify(self._peer, self._notice)
+        return self._state
+
+    def abandon(self) -> bool:
+        if self._state is ReadState.READING and not self._ended_by_close():
+            if self._refusals_left > 0:
+                self._refusals_left -= 1
+                if not self._source.closed:
+                    self._copy_one()
+            else:
+                self._end(ReadState.FAILED, TransferError("read", f"{self._peer}: abandoned"))
+        return self._state is not ReadState.READING
+
+    def _copy_one(self) -> None:
+        if not self._left:
+            return
+        remote, local = self._left.pop()
+        here, there = self._reader.memory, self._source.memory
+        size = here.page_bytes
+        ctypes.memmove(here.address + local * size, there.address + remote * size, size)
+
+    def _ended_by_close(self) -> bool:
+        if self._reader.closed:
+            self._end(ReadState.FAILED, TransferError("closed", "this transport was closed"))
+        return self._reader.closed
+
+    def _end(self, state: ReadState, error: TransferError | None = None) -> None:
+        self._state, self._error = state, error
+        self._reader.open_reads -= 1
+
+
+class LocalGenerationRead(LocalRead):
+    """Implements ``GenerationRead``."""
+
+    def __init__(self, reader: LocalTransport, source: LocalTransport, peer: Peer, pages: list[int]) -> None:
+        super().__init__(reader, source, peer, [], b"")
+        self._pages = pages
+        self._values: list[int] = []
+
+    def values(self) -> list[int]:
+        if self._state is not ReadState.DONE:
+            raise RuntimeError("generations are known after DONE only")
+        return self._values
+
+    def _end(self, state: ReadState, error: TransferError | None = None) -> None:
+        if state is ReadState.DONE:
+            self._values = [self._source.generations[page] for page in self._pages]
+        super()._end(state, error)

@@ -1,0 +1,1 @@
+"""Policies over plain data: no Ray, no torch, no I/O, no wall clock."""
