@@ -12,16 +12,14 @@ from splitserve.cluster.wire import Abort, Decode, Hello, Prefill, WireError, Wo
 logger = logging.getLogger("ray.serve")
 
 HELLO_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 1.0
 
 
 class Connection:
-    """One gateway's connection. ``legs`` are its requests that have not ended here."""
+    """One gateway's connection."""
 
     def __init__(self, gateway: str) -> None:
         self.gateway = gateway
         self.outbox = Outbox()
-        self.legs: set[str] = set()
 
 
 class FeedServer:
@@ -58,7 +56,7 @@ class FeedServer:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = await read_command(reader)
-            if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token, self._token):
+            if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), self._token.encode()):
                 logger.warning("a connection without the right token was refused")
                 return
             connection = Connection(hello.gateway)

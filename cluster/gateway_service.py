@@ -9,8 +9,8 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from splitserve.cluster.api.errors import ApiError, ContextTooLong
-from splitserve.cluster.api.service import Tokens
+from splitserve.cluster.api.errors import ApiError
+from splitserve.cluster.api.service import ContextLimit, Tokens
 from splitserve.cluster.replica_directory import directory
 from splitserve.cluster.request_path import RequestPath
 from splitserve.cluster.settings import AppSettings
@@ -19,9 +19,7 @@ from splitserve.cluster.tokenizing import TokenizerThreads
 from splitserve.cluster.worker_links import WorkerLinks
 from splitserve.engine.build import page_hasher
 from splitserve.engine.protocol import Role, SamplingParams
-from splitserve.engine.tokenizer import Tokenizer, load_tokenizer
-from splitserve.engine.weights.model_files import TokenizerSource
-from splitserve.engine.weights.open_model import locate
+from splitserve.engine.tokenizer import load_tokenizer
 from splitserve.router.load_view import LoadView
 
 UNKNOWN_MODEL_TOKENS = 1 << 20  # before any worker has said how much it can hold
@@ -33,7 +31,7 @@ class GatewayService:
     def __init__(self, settings: AppSettings, pools: list[DeploymentHandle]) -> None:
         self.model = settings.served_name
         self.created = int(time.time())
-        self.tokenizer = tokenizer_of(settings.engine.model)
+        self.tokenizer = load_tokenizer(settings.engine.model)
         self.vocab_size = self.tokenizer.vocab_size
         self._threads = TokenizerThreads(self.tokenizer, settings.gateway.tokenizer_threads)
         self._telemetry = Telemetry()
@@ -48,21 +46,21 @@ class GatewayService:
         self._links.start()
 
     @property
-    def max_model_tokens(self) -> int:
-        return min((w.facts.max_model_tokens for w in self._view), default=UNKNOWN_MODEL_TOKENS)
+    def limits(self) -> list[ContextLimit]:
+        model = min((w.facts.max_model_tokens for w in self._view), default=UNKNOWN_MODEL_TOKENS)
+        found = [ContextLimit(model, "the model")]
+        for role, rooms in ((role, [w.facts.pool_tokens for w in self._view if w.role is role]) for role in Role):
+            if rooms:
+                # The token drawn last takes no room in a page.
+                last = 0 if role is Role.PREFILL else 1
+                found.append(ContextLimit(max(rooms) + last, f"the {role} pool", prompt_only=role is Role.PREFILL))
+        return found
 
     async def tokenize_chat(self, messages: list[dict[str, str]]) -> list[int]:
         return await self._threads.chat(messages)
 
     async def tokenize_text(self, text: str) -> list[int]:
         return await self._threads.text(text)
-
-    def check_prompt(self, prompt_tokens: int, max_tokens: int) -> None:
-        # The token drawn last takes no room in a page.
-        for role, needed in ((Role.PREFILL, prompt_tokens), (Role.DECODE, prompt_tokens + max_tokens - 1)):
-            room = max((w.facts.pool_tokens for w in self._view if w.role is role), default=needed)
-            if needed > room:
-                raise ContextTooLong.of(room, f"the {role} pool", prompt_tokens, max_tokens)
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, request_id: str | None
@@ -96,11 +94,3 @@ class GatewayService:
 
     def metrics_text(self) -> str:
         return self._telemetry.text()
-
-
-def tokenizer_of(model: str) -> Tokenizer:
-    """The tokenizer that lies beside or inside a model's weights."""
-    place = locate(model)
-    return load_tokenizer(
-        TokenizerSource(place.parent, place.name) if place.is_file() else TokenizerSource(place, None)
-    )

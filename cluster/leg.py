@@ -21,6 +21,11 @@ class Leg:
         self._lost: str | None = None
         self._news = asyncio.Event()
 
+    @property
+    def settled(self) -> bool:
+        """The worker's last word was taken, so that nothing can be left there which nobody knows of."""
+        return self.ended and self._pending is None
+
     def push(self, update: SequenceUpdate) -> None:
         """Take in what the worker's feed brought."""
         if self.ended:

@@ -20,19 +20,24 @@ def merge(earlier: StepReport, later: StepReport) -> None:
         before.finish, before.ticket, before.error = update.finish, update.ticket, update.error
         if before.cached_tokens is None:
             before.cached_tokens = update.cached_tokens
-    if later.facts is not None:
-        earlier.facts, earlier.stored, earlier.removed = later.facts, later.stored, later.removed
-    else:
-        earlier.stored.extend(later.stored)
-        gone = set(later.removed)
-        earlier.stored = [name for name in earlier.stored if name not in gone]
-        earlier.removed.extend(later.removed)
+    _merge_pages(earlier, later)
     earlier.load, earlier.role, earlier.steps = later.load, later.role, later.steps
     if later.counters is not None:
         earlier.counters = later.counters
     earlier.step_s += later.step_s
     earlier.prefill_tokens += later.prefill_tokens
     earlier.decode_tokens += later.decode_tokens
+
+
+def _merge_pages(earlier: StepReport, later: StepReport) -> None:
+    """Only the net change stays, so a report that waits for long does not outgrow the cache."""
+    if later.facts is not None:
+        earlier.facts, earlier.stored, earlier.removed = later.facts, later.stored, later.removed
+    elif later.stored or later.removed:
+        came, untold = set(earlier.stored), set(earlier.removed)
+        back, gone = set(later.stored), set(later.removed)
+        earlier.stored = [n for n in earlier.stored if n not in gone] + [n for n in later.stored if n not in untold]
+        earlier.removed = [n for n in earlier.removed if n not in back] + [n for n in later.removed if n not in came]
 
 
 class Outbox:

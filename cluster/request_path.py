@@ -60,15 +60,18 @@ class RequestPath:
         for attempt in range(self._settings.attempts):
             request = replace(request, request_id=RequestId(f"{name}-{attempt}"))
             try:
-                async with aclosing(self._attempt(request, await self._place(request))) as items:
+                placement = await self._place(request)
+                if attempt:
+                    self._telemetry.recovered.inc()
+                async with aclosing(self._attempt(request, placement)) as items:
                     async for tokens in items:
-                        yield tokens
+                        # What a later worker finds in its cache was not saved on the client's prompt.
+                        yield tokens if len(request.prompt) == len(prompt) else Tokens(tokens.token_ids, tokens.finish)
                         if tokens.finish is not None:
                             return
                         request = self._advanced(request, tokens.token_ids)
             except LegLost as lost:
                 loss = lost
-                self._telemetry.recovered.inc()
         raise WorkerLost(f"The request was lost on its way {self._settings.attempts} times, at last because: {loss}.")
 
     async def _place(self, request: Request) -> Placement:
@@ -127,13 +130,13 @@ class RequestPath:
         link = self._links.get(worker)
         if link is None:
             raise LegLost(f"worker {worker} is not connected")
-        self._view.sent(worker, request.request_id, len(request.prompt))
+        self._view.sent(worker, request.request_id, request.page_hashes, len(request.prompt))
         leg = start(link)
         try:
             yield leg
         finally:
             self._view.ended(worker, request.request_id)
-            if not leg.ended:
+            if not leg.settled:
                 link.abort(request.request_id)
 
     @contextmanager

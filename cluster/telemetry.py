@@ -16,6 +16,7 @@ WORKER_COUNTERS = {
     "splitserve_kv_transfer_pages_total": "KV pages read from peers",
     "splitserve_kv_transfer_seconds_total": "Time spent reading KV pages from peers",
     "splitserve_kv_transfer_failures_total": "Receptions of KV pages that failed, by cause",
+    "splitserve_kv_transport_errors_total": "Errors of the transport outside of any reception, by cause",
     "splitserve_kv_recomputed_total": "Prompts computed anew because their pages could not be had",
     "splitserve_kv_leases_total": "Leases on KV pages that ended, by outcome",
     "splitserve_preemptions_total": "Sequences that lost their pages to an older one",
@@ -71,7 +72,9 @@ class WorkerMetrics(Collector):
         return families.values()
 
 
-LABELLED = frozenset({"splitserve_kv_transfer_failures_total", "splitserve_kv_leases_total"})
+LABELLED = frozenset(
+    {"splitserve_kv_transfer_failures_total", "splitserve_kv_transport_errors_total", "splitserve_kv_leases_total"}
+)
 
 
 class Telemetry:

@@ -92,5 +92,5 @@ async def _read_body(reader: asyncio.StreamReader, limit: int) -> bytes:
 def _decode(decoder: "msgspec.msgpack.Decoder[T]", body: bytes) -> T:
     try:
         return decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a valid frame: {error}") from error

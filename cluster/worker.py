@@ -28,11 +28,13 @@ from splitserve.engine.protocol import (
 )
 from splitserve.engine.settings import EngineSettings
 from splitserve.kvtransfer.nixl_transport import NixlTransport
+from splitserve.kvtransfer.progress import ProgressThread
 from splitserve.kvtransfer.ticket import Ticket, TicketError
 
 logger = logging.getLogger("ray.serve")
 
 SWITCH_INTERVAL_S = 0.0005  # the engine's thread and the event loop share the interpreter; neither may keep it for long
+STOP_TIMEOUT_S = 5.0
 TAKEN_WAIT_S = 0.05  # the engine waits so long for the event loop to take a report before it goes on
 
 
@@ -67,6 +69,8 @@ class Worker:
             self._say,
         )
         self._facts = WorkerFacts(settings.page_tokens, built.runner.num_pages, built.runner.max_model_tokens)
+        self._progress = ProgressThread(built.transport.progress, lambda: built.engine.transferring)
+        self._progress.start()
         warm_up(built.engine)
         self._loop = EngineLoop(built.engine, built.counters, self._publish)
         self._loop.start()
@@ -97,9 +101,10 @@ class Worker:
         loop = getattr(self, "_loop", None)
         if loop is None:
             return
-        while loop.alive and (self._connection_of or loop.held_pages):  # noqa: ASYNC110 - changes on another thread
+        while loop.alive and (self._connection_of or loop.held_pages):  # noqa: ASYNC110 - changes elsewhere
             await asyncio.sleep(0.05)
-        await asyncio.to_thread(loop.stop, 5.0)
+        self._progress.stop()
+        await asyncio.to_thread(loop.stop, STOP_TIMEOUT_S)
 
     # -- connections
     # ----------------------------------------------------------------------------------------------------

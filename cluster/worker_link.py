@@ -99,6 +99,8 @@ class WorkerLink:
         self._legs.clear()
 
     def _take_in(self, report: StepReport) -> None:
+        if report.worker != self.worker:
+            raise WireError(f"a report of {report.worker} came from {self.worker}")
         if report.number != self._next_number:
             raise WireError(f"report {report.number} came where {self._next_number} was due")
         self._next_number += 1

@@ -35,6 +35,8 @@ def serve_settings(file: Path | None, overrides: dict[str, Any]) -> ServeSetting
         at = values
         for section in sections:
             at = at.setdefault(section, {})
+            if not isinstance(at, dict):
+                raise ConfigError(f"configuration: Expected `object`, got `{at!r}` - at `$.{section}`")
         at[key] = value
     return _convert(values, ServeSettings)
 
@@ -44,7 +46,7 @@ def _read(file: Path) -> dict[str, Any]:
         values = yaml.safe_load(file.read_text())
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no text, or a date that is none
         raise ConfigError(f"{file} is not valid YAML: {error}") from error
     if values is None:
         return {}

@@ -1,12 +1,13 @@
 """From a configuration to a running application on Ray, and back to nothing."""
 
 import json
+import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -33,7 +34,8 @@ def serve_until_stopped(settings: ServeSettings) -> None:
     """
     started = time.monotonic()
     stop = threading.Event()
-    with _stopping_on_signals(stop), _ray(settings), _application(settings, stop):
+    _check_port(settings)
+    with _stopping_on_signals(stop), _ray(settings) as joined, _application(settings, joined, stop):
         if not stop.is_set():
             print(_closing_line(settings, time.monotonic() - started), flush=True)
         while not stop.wait(1.0):
@@ -60,40 +62,56 @@ def _stopping_on_signals(stop: threading.Event) -> Iterator[None]:
 
 
 @contextmanager
-def _ray(settings: ServeSettings) -> Iterator[None]:
-    """Ray, joined if it runs already, else started here and shut down at the end."""
-    _check_port(settings)
+def _ray(settings: ServeSettings) -> Iterator[bool]:
+    """Ray, joined if it runs already (True), else started here and shut down at the end (False)."""
+    joined = _join_ray() or _start_ray(settings)
     try:
-        ray.init(address="auto", log_to_driver=True, logging_level="warning")
-        say("joined the running Ray cluster")
-    except ConnectionError:
-        say("starting Ray on this machine")
-        # Loopback only; logical CPUs as many as the workers reserve, so that more workers than cores are possible.
-        reserved = sum(pool.workers * pool.cpus for pool in (settings.prefill, settings.decode))
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, int(reserved + 0.999)),
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            log_to_driver=True,
-            logging_level="warning",
-        )
-    try:
-        yield
+        yield joined
     finally:
         ray.shutdown()
 
 
+def _join_ray() -> bool:
+    try:
+        ray.init(address="auto", logging_level="error")
+    except ConnectionError:
+        return False
+    say("joined the running Ray cluster")
+    return True
+
+
+def _start_ray(settings: ServeSettings) -> bool:
+    """Loopback only, with as many logical CPUs as the workers reserve: there may be more workers than cores."""
+    say("starting Ray on this machine")
+    reserved = sum(pool.workers * pool.cpus for pool in (settings.prefill, settings.decode))
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, math.ceil(reserved)),
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        logging_level="error",
+    )
+    return False
+
+
 @contextmanager
-def _application(settings: ServeSettings, stop: threading.Event) -> Iterator[None]:
+def _application(settings: ServeSettings, joined: bool, stop: threading.Event) -> Iterator[None]:
     serve_ran_before = _serve_runs()
+    if serve_ran_before and APP_NAME in serve.status().applications:
+        raise StartFailed(f"an application called {APP_NAME} is running on this Ray cluster already")
     say("starting Ray Serve")
     serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
+
+    def take_down() -> None:
+        serve.delete(APP_NAME)
+        if joined and not serve_ran_before:
+            serve.shutdown()
+
     try:
         _deploy(settings, stop)
         yield
     finally:
-        _within(STOP_TIMEOUT_S, (lambda: serve.delete(APP_NAME)) if serve_ran_before else serve.shutdown)
+        _within(STOP_TIMEOUT_S, take_down)
 
 
 def _deploy(settings: ServeSettings, stop: threading.Event) -> None:
@@ -155,9 +173,8 @@ def _check_port(settings: ServeSettings) -> None:
             raise StartFailed(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
 
 
-def _within(timeout_s: float, action: object) -> None:
-    """Run a call of Serve's that has no deadline of its own; what it leaves behind goes with Ray."""
-    assert callable(action)
+def _within(timeout_s: float, action: Callable[[], None]) -> None:
+    """Run calls of Serve's that have no deadline of their own; what they leave behind goes with Ray."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(timeout_s)

@@ -126,6 +126,11 @@ class Engine:
         return not self._sequences and not self._handover.active and not self._ended
 
     @property
+    def transferring(self) -> bool:
+        """Whether a peer or a transfer may need attention soon. Safe to ask from any thread."""
+        return self._handover.active
+
+    @property
     def computing(self) -> bool:
         """Whether the next step has something to compute. If not, but not idle either, a peer's pages or word may
         come.
@@ -136,8 +141,8 @@ class Engine:
         """Look after transfers, then compute one step if there is anything to compute. Does not raise for a request's
         sake.
         """
-        self._handover.poll(self._clock(), self._arrived, self._failed)
         self._start_receptions()
+        self._handover.poll(self._clock(), self._arrived, self._failed)
         plan = self._scheduler.plan()
         result = StepResult()
         if plan:

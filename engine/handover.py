@@ -18,7 +18,7 @@ from splitserve.engine.sequence import SequenceState
 from splitserve.kvtransfer.layout import PageLayout
 from splitserve.kvtransfer.lease import LeaseBook, LeaseOutcome, Sender
 from splitserve.kvtransfer.reception import Reception, ReceptionState
-from splitserve.kvtransfer.transport import Transport
+from splitserve.kvtransfer.transport import TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,10 @@ class Handover:
         self, now: float, arrived: Callable[[EngineSequence], None], failed: Callable[[EngineSequence], None]
     ) -> None:
         """Drive everything open. ``arrived``: all pages of the ticket are in place. ``failed``: compute it here."""
-        self._book.receive(self._transport.notices())
+        try:
+            self._book.receive(self._transport.notices())
+        except TransferError as error:  # leases end by their deadline, receptions by theirs
+            self._counters.add("splitserve_kv_transport_errors_total", cause=error.cause)
         self._book.expire(now)
         for outcome, total in self._book.outcomes.items():
             self._counters.set("splitserve_kv_leases_total", total, outcome=outcome)

@@ -17,8 +17,8 @@ class PrefixCache:
         self._page_of: dict[PageHash, PageId] = {}
         self._name_of: dict[PageId, PageHash] = {}
         self._idle: OrderedDict[PageId, None] = OrderedDict()  # least recently used first
-        self._stored: list[PageHash] = []
-        self._removed: list[PageHash] = []
+        self._stored: dict[PageHash, None] = {}  # here, and not when events were last drained
+        self._removed: dict[PageHash, None] = {}  # the other way round
 
     @property
     def idle_pages(self) -> int:
@@ -44,7 +44,10 @@ class PrefixCache:
             return
         self._page_of[name] = page
         self._name_of[page] = name
-        self._stored.append(name)
+        if name in self._removed:
+            del self._removed[name]
+        else:
+            self._stored[name] = None
 
     def is_sealed(self, page: PageId) -> bool:
         return page in self._name_of
@@ -62,14 +65,17 @@ class PrefixCache:
         page, _ = self._idle.popitem(last=False)
         name = self._name_of.pop(page)
         del self._page_of[name]
-        self._removed.append(name)
+        if name in self._stored:
+            del self._stored[name]
+        else:
+            self._removed[name] = None
         return page
 
     def drain_events(self) -> tuple[list[PageHash], list[PageHash]]:
-        """(stored, removed) since the last call. A name that came and went in between is in neither."""
-        stored, removed = self._stored, self._removed
-        self._stored, self._removed = [], []
-        if stored and removed:
-            here = self._page_of
-            return list({n: None for n in stored if n in here}), list({n: None for n in removed if n not in here})
+        """(stored, removed) since the last call. A name that came and went in between, or went and came, is in
+        neither.
+        """
+        stored, removed = list(self._stored), list(self._removed)
+        self._stored.clear()
+        self._removed.clear()
         return stored, removed

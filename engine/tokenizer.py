@@ -1,13 +1,12 @@
 """Text to tokens and back, through the tokenizer that belongs to a model."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError as JinjaError
 
 from splitserve.engine.weights.errors import ModelLoadError
-from splitserve.engine.weights.model_files import TokenizerSource
+from splitserve.engine.weights.location import TOKENIZER_FILES, locate
 
 
 class TemplateError(Exception):
@@ -74,17 +73,24 @@ class Tokenizer:
         return piece
 
 
-def load_tokenizer(source: TokenizerSource) -> Tokenizer:
-    """Load the tokenizer of a model's folder or GGUF file; takes seconds, reads no weights. Raises ModelLoadError."""
-    # Imported here, because workers use this package and must not pay seconds and memory for transformers.
-    from transformers import AutoTokenizer
+def load_tokenizer(model: str) -> Tokenizer:
+    """Load the tokenizer of what ``weights.open_model`` opens by the same word; takes seconds, reads no weights.
 
-    where = source.folder / (source.gguf_file or "")
-    if not Path(where).exists():
-        raise ModelLoadError(f"{where} does not exist")
-    options = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    Raises ModelLoadError.
+    """
+    # Imported here, because workers use this package and must not pay seconds and memory for transformers (which in
+    # turn imports torch wherever it is installed).
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    place = locate(model, TOKENIZER_FILES)
     try:
-        pretrained = AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True, **options)
+        if place.is_file():
+            # AutoTokenizer would first read the model's config from the file, which takes ten times as long as this.
+            pretrained = PreTrainedTokenizerFast.from_pretrained(
+                str(place.parent), gguf_file=place.name, local_files_only=True
+            )
+        else:
+            pretrained = AutoTokenizer.from_pretrained(str(place), local_files_only=True)
     except Exception as error:  # transformers raises whatever its many loaders raise
-        raise ModelLoadError(f"{where} holds no tokenizer that can be loaded: {error}") from error
+        raise ModelLoadError(f"{place} holds no tokenizer that can be loaded: {error}") from error
     return Tokenizer(pretrained)

@@ -97,6 +97,9 @@ class LocalTransport:
         copies = 0 if self.faults.lose_notices else 2 if self.faults.double_notices else 1
         target._inbox.extend([notice] * copies)
 
+    def progress(self) -> None:
+        """Nothing to do: reads here need no help of the side they read from."""
+
     def notices(self) -> list[bytes]:
         arrived, self._inbox = self._inbox, []
         return arrived

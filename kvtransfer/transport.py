@@ -104,6 +104,12 @@ class Transport(Protocol):
     def notify(self, peer: Peer, notice: bytes) -> None:
         """Send a small message. Best effort: losing one must only cost time. Raises TransferError(notify)."""
 
+    def progress(self) -> None:
+        """Serve peers that read from here or connect. The one method that a second thread may call beside the others.
+
+        Raises TransferError(progress | closed).
+        """
+
     def notices(self) -> list[bytes]:
         """Messages that have arrived since the last call, oldest first for each peer. Raises TransferError(progress).
 

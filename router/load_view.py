@@ -21,12 +21,24 @@ class WorkerView:
     load: Load = field(default_factory=Load)
     steps: int = 0
     pages: set[PageHash] = field(default_factory=set)  # names in its prefix cache
-    sent: dict[RequestId, int] = field(default_factory=dict)  # prompt tokens of requests this gateway has there
+    sent: dict[RequestId, int] = field(default_factory=dict)  # uncached prompt tokens of this gateway's requests there
+    sent_then: tuple[int, int] = (0, 0)  # (requests, tokens) of ``sent`` when the last report came
     draining: bool = False  # Serve has taken it out of routing
 
     @property
     def sent_tokens(self) -> int:
         return sum(self.sent.values())
+
+    @property
+    def requests(self) -> int:
+        """Requests there: as last reported and as sent since, and never fewer than this gateway's own."""
+        reported = self.load.waiting + self.load.running
+        return max(len(self.sent), reported + len(self.sent) - self.sent_then[0])
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Prompt tokens left to compute there, counted like ``requests``."""
+        return max(self.sent_tokens, self.load.waiting_tokens + self.sent_tokens - self.sent_then[1])
 
     @property
     def free_tokens(self) -> int:
@@ -39,6 +51,10 @@ class WorkerView:
             if name not in self.pages:
                 return count
         return len(names)
+
+    def uncached_tokens(self, names: Sequence[PageHash], prompt_tokens: int) -> int:
+        """What it would have to compute of a prompt whose full pages are called ``names``; at least the last token."""
+        return max(1, prompt_tokens - self.leading_pages(names) * self.facts.page_tokens)
 
 
 class LoadView:
@@ -74,6 +90,7 @@ class LoadView:
         view.role = report.role
         view.load = report.load
         view.steps = report.steps
+        view.sent_then = (len(view.sent), view.sent_tokens)
         view.pages.difference_update(report.removed)
         view.pages.update(report.stored)
 
@@ -87,10 +104,10 @@ class LoadView:
         for view in self._workers.values():
             view.draining = view.worker in leaving
 
-    def sent(self, worker: WorkerId, request: RequestId, prompt_tokens: int) -> None:
+    def sent(self, worker: WorkerId, request: RequestId, names: Sequence[PageHash], prompt_tokens: int) -> None:
         view = self._workers.get(worker)
         if view is not None:
-            view.sent[request] = prompt_tokens
+            view.sent[request] = view.uncached_tokens(names, prompt_tokens)
 
     def ended(self, worker: WorkerId, request: RequestId) -> None:
         view = self._workers.get(worker)

@@ -35,15 +35,11 @@ def place(names: Sequence[PageHash], prompt_tokens: int, view: LoadView, rng: Ra
     if not decode:
         return Placement(prefill=None, decode=_least(prefill, names, prompt_tokens, rng))
     roomy = [w for w in decode if w.free_tokens >= prompt_tokens] or decode
-    chosen = min(roomy, key=lambda w: (len(w.sent) + w.load.waiting, rng.random())).worker
+    chosen = min(roomy, key=lambda w: (w.requests, rng.random())).worker
     if not prefill:
         return Placement(prefill=None, decode=_least(decode, names, prompt_tokens, rng))
     return Placement(prefill=_least(prefill, names, prompt_tokens, rng), decode=chosen)
 
 
 def _least(workers: Sequence[WorkerView], names: Sequence[PageHash], prompt_tokens: int, rng: Random) -> WorkerId:
-    def tokens_ahead(worker: WorkerView) -> int:
-        cached = worker.leading_pages(names) * worker.facts.page_tokens
-        return max(worker.sent_tokens, worker.load.waiting_tokens) + max(1, prompt_tokens - cached)
-
-    return min(workers, key=lambda w: (tokens_ahead(w), rng.random())).worker
+    return min(workers, key=lambda w: (w.tokens_ahead + w.uncached_tokens(names, prompt_tokens), rng.random())).worker

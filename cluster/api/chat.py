@@ -42,7 +42,7 @@ async def read_chat(service: Service, body: Json) -> Generation:
     refuse_rest(fields.rest)
     check_bytes(service, text_bytes(messages), "messages")
     prompt = await service.tokenize_chat(messages)
-    max_tokens = fit_max_tokens(service, len(prompt), options.max_tokens, None, "messages")
+    max_tokens = fit_max_tokens(service, len(prompt), options, None, "messages")
     return Generation(prompt, options.sampling(max_tokens), stops, include_usage)
 
 

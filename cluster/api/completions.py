@@ -43,7 +43,7 @@ async def read_completion(service: Service, body: Json) -> Generation:
     value = fields.require("prompt")
     refuse_rest(fields.rest)
     prompt = await read_prompt(service, value)
-    max_tokens = fit_max_tokens(service, len(prompt), options.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+    max_tokens = fit_max_tokens(service, len(prompt), options, DEFAULT_MAX_TOKENS, "prompt")
     return Generation(prompt, options.sampling(max_tokens), stops, include_usage)
 
 

@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from splitserve.cluster.api.errors import ContextTooLong
-from splitserve.cluster.api.service import Tokens
+from splitserve.cluster.api.service import ContextLimit, Tokens
 from splitserve.engine.protocol import FinishReason, SamplingParams
 
 VOCAB_SIZE = 1000
@@ -36,14 +35,13 @@ class FakeService:
 
     model = "fake"
     created = 1_700_000_000
-    max_model_tokens = 100
     vocab_size = VOCAB_SIZE
 
     def __init__(self, reply: str = "The capital of France is Paris.") -> None:
         self.tokenizer = WordTokenizer()
         self.script: list[Tokens | Exception | asyncio.Event] = []
         self.say(reply)
-        self.pool_tokens = self.max_model_tokens
+        self.limits: tuple[ContextLimit, ...] = (ContextLimit(100, "the model"),)
         self.requests: list[tuple[list[int], SamplingParams, str | None]] = []
         self.tokenized: list[str] = []
         self.open = 0
@@ -61,10 +59,6 @@ class FakeService:
     async def tokenize_text(self, text: str) -> list[int]:
         self.tokenized.append(text)
         return self.tokenizer.encode(text)
-
-    def check_prompt(self, prompt_tokens: int, max_tokens: int) -> None:
-        if prompt_tokens > self.pool_tokens:
-            raise ContextTooLong.of(self.pool_tokens, "the prefill pool", prompt_tokens, None)
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, request_id: str | None

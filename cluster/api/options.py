@@ -19,6 +19,7 @@ class Options:
     """Validated options of one request."""
 
     max_tokens: int | None  # None: the client named no limit
+    max_tokens_param: str  # the field that it named it in
     temperature: float
     top_p: float
     seed: int
@@ -39,7 +40,7 @@ class Options:
 
 def read_options(fields: Fields, vocab_size: int) -> Options:
     """Take the sampling fields out of ``fields``. Raises ``BadRequest``."""
-    max_tokens = _read_max_tokens(fields)
+    max_tokens, max_tokens_param = _read_max_tokens(fields)
     temperature = fields.number("temperature", 1.0, MAX_TEMPERATURE)
     top_p = fields.number("top_p", 1.0, 1.0)
     if top_p == 0:
@@ -54,6 +55,7 @@ def read_options(fields: Fields, vocab_size: int) -> Options:
         raise BadRequest(f"'stop_token_ids' may have {MAX_STOP_TOKEN_IDS} items at most.", "stop_token_ids")
     return Options(
         max_tokens=max_tokens,
+        max_tokens_param=max_tokens_param,
         temperature=temperature,
         top_p=top_p,
         seed=seed % 2**SEED_BITS,  # the engine's seeds are unsigned
@@ -62,12 +64,12 @@ def read_options(fields: Fields, vocab_size: int) -> Options:
     )
 
 
-def _read_max_tokens(fields: Fields) -> int | None:
+def _read_max_tokens(fields: Fields) -> tuple[int | None, str]:
     old = fields.integer("max_tokens", 1)
     new = fields.integer("max_completion_tokens", 1)
     if old is not None and new is not None and old != new:
         raise BadRequest("'max_tokens' and 'max_completion_tokens' differ; send one of them.", "max_completion_tokens")
-    return old if new is None else new
+    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
 def read_stops(fields: Fields) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The prompt of a completion: one text or one list of token ids."""
 
-from splitserve.cluster.api.context import check_bytes
-from splitserve.cluster.api.errors import BadRequest, ContextTooLong
+from splitserve.cluster.api.context import check_bytes, check_prompt
+from splitserve.cluster.api.errors import BadRequest
 from splitserve.cluster.api.fields import check_text, check_token_ids
 from splitserve.cluster.api.service import Service
 
@@ -28,8 +28,8 @@ async def read_prompt(service: Service, value: object) -> list[int]:
 
 def read_token_ids(service: Service, value: object, param: str) -> list[int]:
     """A prompt given as token ids. Too long a list is refused by its length before its items are looked at."""
-    if isinstance(value, list) and len(value) >= service.max_model_tokens:
-        raise ContextTooLong.of(service.max_model_tokens, "the model", len(value), None, param)
+    if isinstance(value, list) and value:
+        check_prompt(service, len(value), param)
     token_ids = check_token_ids(value, param, service.vocab_size)
     if not token_ids:
         raise BadRequest(f"'{param}' must not be empty.", param)

@@ -17,6 +17,15 @@ class Tokens:
     cached_tokens: int | None = None  # prompt tokens taken from a prefix cache; known once, with the first item
 
 
+@dataclass(frozen=True, slots=True)
+class ContextLimit:
+    """Most tokens that something can hold, of the prompt alone or of prompt and output together."""
+
+    tokens: int
+    name: str  # as in "the maximum context length of ..."
+    prompt_only: bool = False
+
+
 class Service(Protocol):
     """A model behind the API. All methods are called on the event loop."""
 
@@ -29,8 +38,8 @@ class Service(Protocol):
         """Unix time in seconds at which the model was put up."""
 
     @property
-    def max_model_tokens(self) -> int:
-        """Longest sequence, prompt and output together."""
+    def limits(self) -> Sequence[ContextLimit]:
+        """What a request must fit into; at least one is on prompt and output together."""
 
     @property
     def vocab_size(self) -> int:
@@ -48,9 +57,6 @@ class Service(Protocol):
 
     async def tokenize_text(self, text: str) -> list[int]:
         """Token ids of a plain prompt. Does not block the event loop."""
-
-    def check_prompt(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Called before any cost arises. Raises ``ContextTooLong`` where a pool is too small for the request."""
 
     def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, request_id: str | None

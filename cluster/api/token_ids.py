@@ -50,4 +50,4 @@ def read_generation(service: Service, body: Json) -> Generation:
     value = fields.require(PARAM)
     refuse_rest(fields.rest)
     prompt = read_token_ids(service, value, PARAM)
-    return Generation(prompt, options.sampling(fit_max_tokens(service, len(prompt), options.max_tokens, None, PARAM)))
+    return Generation(prompt, options.sampling(fit_max_tokens(service, len(prompt), options, None, PARAM)))

@@ -1,6 +1,7 @@
 """A Llama model in one GGUF file."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch
 
 from splitserve.engine.model_config import config_from_gguf
 from splitserve.engine.weights.errors import ModelLoadError
-from splitserve.engine.weights.gguf_header import GgufTensor, read_gguf_header
-from splitserve.engine.weights.model_files import TensorInfo, TokenizerSource, fingerprint_of
+from splitserve.engine.weights.model_files import TensorInfo, fingerprint_of
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -37,21 +37,29 @@ class GgufModel:
     """Implements ``ModelFiles``. Tensors of any type that the ``gguf`` package can dequantise come out as float32."""
 
     def __init__(self, file: Path) -> None:
-        """Raises ModelLoadError."""
-        header = read_gguf_header(file)
-        stored = {tensor.name: tensor for tensor in header.tensors}
+        """Seconds for a large vocabulary. Raises ModelLoadError."""
         self._file = file
-        self._data = np.memmap(file, dtype=np.uint8, mode="r")
+        with _reported(file):
+            # Only the tensors are kept: the reader's fields are a view for each word of the vocabulary, 100 MB of them.
+            reader = gguf.GGUFReader(file)
+            metadata = _metadata(reader)
+        if reader.byte_order != "I":
+            raise ModelLoadError(f"{file} was written for machines of the other byte order")
+        if metadata.get("split.count", 1) > 1:
+            raise ModelLoadError(f"{file} is one of {metadata['split.count']} parts; merge them with gguf-split first")
+        stored = {tensor.name: tensor for tensor in reader.tensors}
         divisors = stored.pop(_ROPE_DIVISORS, None)
         self.config = config_from_gguf(
-            header.metadata,
+            metadata,
             tied_embeddings="output.weight" not in stored,
             rope_divisors=tuple(self._dequantize(divisors).tolist()) if divisors is not None else None,
         )
         self._by_name = {_hf_name(name): tensor for name, tensor in stored.items()}
-        self.index = {name: TensorInfo(tensor.shape, tensor.stored_bytes) for name, tensor in self._by_name.items()}
-        self.tokenizer_source = TokenizerSource(file.parent, file.name)
-        self.fingerprint = fingerprint_of([file], self._data[: header.header_bytes].tobytes())
+        self.index = {
+            name: TensorInfo(tuple(map(int, reversed(tensor.shape))), tensor.n_bytes)  # GGUF: fastest dimension first
+            for name, tensor in self._by_name.items()
+        }
+        self.fingerprint = fingerprint_of([file], reader.data[: reader.data_offset].tobytes())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, float32 tensor), dequantised one at a time. Raises ModelLoadError."""
@@ -61,27 +69,42 @@ class GgufModel:
             for suffix, count in heads.items():
                 if name.endswith(suffix):
                     array = _unpermute(array, count)
-            yield name, torch.from_numpy(np.ascontiguousarray(array))
+            yield name, torch.from_numpy(array)
 
-    def _dequantize(self, stored: GgufTensor) -> npt.NDArray[np.float32]:
-        raw = self._data[stored.offset : stored.offset + stored.stored_bytes]
+    def _dequantize(self, stored: gguf.ReaderTensor) -> npt.NDArray[np.float32]:
+        """A writable array of its own, in the shape that ``index`` gives."""
         try:
-            array = gguf.quants.dequantize(_typed(raw, stored), stored.quantization)
+            # asarray, because every slice of a memmap costs more than one of a plain array
+            array = gguf.quants.dequantize(np.asarray(stored.data), stored.tensor_type)
         except (NotImplementedError, ValueError) as error:
-            kind = stored.quantization.name
+            kind = stored.tensor_type.name
             raise ModelLoadError(
                 f"{self._file}: tensor {stored.name} of type {kind} cannot be dequantised: {error}"
             ) from error
-        values: npt.NDArray[np.float32] = array.reshape(stored.shape).astype(np.float32, copy=True)
-        return values
+        return np.require(array, np.float32, "W")
 
 
-def _typed(raw: npt.NDArray[np.uint8], stored: GgufTensor) -> npt.NDArray[Any]:
-    if stored.quantization is gguf.GGMLQuantizationType.F32:
-        return raw.view(np.float32)
-    if stored.quantization is gguf.GGMLQuantizationType.F16:
-        return raw.view(np.float16)
-    return raw.reshape(*stored.shape[:-1], -1)
+@contextmanager
+def _reported(file: Path) -> Iterator[None]:
+    """Turn what ``GGUFReader`` raises into ModelLoadError."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelLoadError(f"{file} cannot be read: {error}") from error
+    except IndexError as error:
+        raise ModelLoadError(f"{file} is truncated: it ends within its header") from error
+    except (KeyError, ValueError) as error:
+        raise ModelLoadError(f"{file} is truncated, damaged or not GGUF of version 2 or 3: {error}") from error
+
+
+def _metadata(reader: gguf.GGUFReader) -> dict[str, Any]:
+    """All metadata, but of the tokenizer's long arrays only a list of the same length: workers need no tokenizer."""
+    return {
+        name: field.data
+        if name.startswith("tokenizer.") and field.types[0] is gguf.GGUFValueType.ARRAY
+        else field.contents()
+        for name, field in reader.fields.items()
+    }
 
 
 def _hf_name(name: str) -> str:

@@ -22,14 +22,6 @@ class TensorInfo:
     stored_bytes: int  # in the file, so before dequantising
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerSource:
-    """Where the tokenizer that belongs to a model is found."""
-
-    folder: Path
-    gguf_file: str | None  # a file name in ``folder``, or None for tokenizer.json and its like
-
-
 class ModelFiles(Protocol):
     """A model on disk, opened and checked for form; no tensor has been read yet."""
 
@@ -41,9 +33,6 @@ class ModelFiles(Protocol):
         """Equal for equal files whatever folder they lie in. Covers names, sizes, config, tensor index and samples of
         the data.
         """
-
-    @property
-    def tokenizer_source(self) -> TokenizerSource: ...
 
     @property
     def index(self) -> Mapping[str, TensorInfo]:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from splitserve.engine.model_config import config_from_hf
 from splitserve.engine.weights.errors import ModelLoadError
-from splitserve.engine.weights.model_files import TensorInfo, TokenizerSource, fingerprint_of
+from splitserve.engine.weights.model_files import TensorInfo, fingerprint_of
 
 _SINGLE = "model.safetensors"
 _SHARD_INDEX = "model.safetensors.index.json"
@@ -33,7 +33,6 @@ class SafetensorsModel:
         if self.config.tied_embeddings:
             self.index.pop("lm_head.weight", None)  # some files store the tied head as well
         description = json.dumps({name: info.shape for name, info in sorted(self.index.items())})
-        self.tokenizer_source = TokenizerSource(folder, None)
         self.fingerprint = fingerprint_of(
             self._shards, json.dumps(config, sort_keys=True).encode(), description.encode()
         )

@@ -7,6 +7,7 @@ import pytest
 
 from splitserve.cluster.api.app import build_asgi_app
 from splitserve.cluster.api.fake_service import VOCAB_SIZE, FakeService
+from splitserve.cluster.api.service import ContextLimit
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -94,8 +95,8 @@ def assert_refused(response: httpx2.Response, status: int, param: str | None, co
         ({"": 1}, "", UNKNOWN),
         ({"model": None}, "model", MISSING),
         ({"model": 5}, "model", VALUE),
-        ({"max_tokens": 1000}, "?", CONTEXT),
-        ({"max_tokens": 10**300}, "?", CONTEXT),
+        ({"max_tokens": 1000}, "max_tokens", CONTEXT),
+        ({"max_completion_tokens": 10**300}, "max_completion_tokens", CONTEXT),
     ],
 )
 @pytest.mark.parametrize(
@@ -104,8 +105,7 @@ def assert_refused(response: httpx2.Response, status: int, param: str | None, co
 async def test_fields_of_both_endpoints(path, prompt, change, param, code):
     service = FakeService()
     response = await post(service, path, json.dumps({"model": "fake", **prompt, **change}).encode())
-    expected = next(iter(prompt)) if param == "?" else param
-    assert_refused(response, 400, expected, code)
+    assert_refused(response, 400, param, code)
     assert service.requests == []
     assert (await post(service, path, json.dumps({"model": "fake", **prompt}).encode())).status_code == 200
 
@@ -222,15 +222,33 @@ async def test_text_that_is_sure_to_be_too_long_is_not_tokenised():
     assert service.tokenized == []
 
 
-async def test_the_limit_that_applied_is_named():
+@pytest.mark.parametrize(
+    ("limit", "max_tokens", "param"),
+    [
+        (ContextLimit(20, "the prefill pool", prompt_only=True), 5, "prompt"),
+        (ContextLimit(31, "the decode pool"), 5, "prompt"),
+        (ContextLimit(35, "the decode pool"), 5, "max_tokens"),
+    ],
+)
+async def test_the_limit_that_applied_is_named(limit: ContextLimit, max_tokens: int, param: str):
+    """B130."""
     service = FakeService()
-    body = json.dumps({"model": "fake", "prompt": "a " * 30, "max_tokens": 5}).encode()
-    service.pool_tokens = 20
+    service.limits = (*service.limits, limit)
+    body = json.dumps({"model": "fake", "prompt": "a " * 30, "max_tokens": max_tokens}).encode()
     error = (await post(service, TEXT, body)).json()["error"]
-    assert error["code"] == CONTEXT
-    assert "the prefill pool is 20 tokens" in error["message"]
+    assert (error["code"], error["param"]) == (CONTEXT, param)
+    assert f"{limit.name} is {limit.tokens} tokens" in error["message"]
     assert "the prompt has 31 tokens" in error["message"]
     assert service.requests == []
+
+
+async def test_the_rest_of_the_context_is_that_of_the_tightest_limit():
+    service = FakeService()
+    service.limits = (*service.limits, ContextLimit(40, "the decode pool"), ContextLimit(35, "the prefill pool", True))
+    body = json.dumps({"model": "fake", "messages": [{"role": "user", "content": "a " * 20}]}).encode()
+    assert (await post(service, CHAT, body)).status_code == 200
+    ((prompt, sampling, _),) = service.requests
+    assert len(prompt) + sampling.max_tokens == 40
 
 
 async def test_no_ops_are_accepted_and_everything_null_too():

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -28,6 +29,8 @@ class Server:
         with closing(socket.socket()) as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
+        # A Ray of its own: a server joins one that it finds in the usual place.
+        self.env = os.environ | {"RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-")} | (env or {})
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [str(Path(sys.executable).with_name("splitserve")), "serve", "--port", str(self.port), *options]
@@ -36,7 +39,7 @@ class Server:
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | (env or {}),
+            env=self.env,
         )
         self.http = httpx2.Client(base_url=self.url, timeout=60.0)
 

@@ -129,6 +129,8 @@ def test_the_bundled_model_continues_as_with_transformers() -> None:
     tokens = continuation(files, prompt, 16)
     assert tokens[0] == 7042  # " Paris"
     config = files.config
+    assert (config.layers, config.vocab_size, config.tied_embeddings) == (30, 49_152, True)
+    assert len(files.index) == 272
     settings = LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_models.random_model import RandomModel
 from splitserve.engine.model_config import ModelConfig
 from splitserve.engine.model_runner import ModelRunner
 from splitserve.engine.protocol import PageId, RequestId, SamplingParams
 from splitserve.engine.step import Chunk, Runner
-from splitserve.engine.weights.random_model import RandomModel
 
 CONFIG = ModelConfig(
     architecture="llama",

