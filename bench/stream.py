@@ -6,24 +6,27 @@ by item, what a replica of another deployment yields.
 
 import argparse
 import json
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import HTTPOptions
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from splitserve.bench.sse_load import LoadResult, run_load
-from splitserve.cluster.application import application
-from splitserve.cluster.settings import AppSettings
-from splitserve.engine.settings import EngineSettings, SimulationSettings
 
+CONFIG = "gateway: {served_name: simulated}\nengine: {simulation: {}}\n"
+STOP_TIMEOUT_S = 60.0
 PROMPT = list(range(100, 108))
 USUAL_TOKENS = 64
 
@@ -60,29 +63,41 @@ def usual_application() -> Application:
 
 @contextmanager
 def applications(port: int) -> Iterator[None]:
-    """Ours at ``/``, the usual one at ``/usual``, on a Ray of their own."""
-    settings = AppSettings(engine=EngineSettings(simulation=SimulationSettings()))
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="warning",
-        _node_ip_address="127.0.0.1",
-    )
-    try:
-        serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
-        serve.run(application(settings), name="splitserve", route_prefix="/")
-        serve.run(usual_application(), name="usual", route_prefix="/usual")
-        yield
-    finally:
-        ray.shutdown()
+    """A server as users start it, simulated; the usual application joins its Ray at ``/usual``."""
+    with tempfile.TemporaryDirectory(prefix="splitserve-") as folder:
+        config = Path(folder) / "simulated.yaml"
+        config.write_text(CONFIG)
+        command = [str(Path(sys.executable).with_name("splitserve")), "serve"]
+        server = subprocess.Popen(
+            [*command, "--config", str(config), "--ray-address", "local", "--port", str(port)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            wait_until_ready(server)
+            ray.init(address="auto", logging_level="error", log_to_driver=False)
+            serve.run(usual_application(), name="usual", route_prefix="/usual")
+            yield
+        finally:
+            ray.shutdown()
+            server.send_signal(signal.SIGINT)
+            server.wait(STOP_TIMEOUT_S)
+
+
+def wait_until_ready(server: "subprocess.Popen[str]") -> None:
+    """Read the server's output up to its closing line."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        print(line, end="", file=sys.stderr)
+        if "ready after" in line and " - try" in line:
+            return
+    raise RuntimeError("the server did not start")
 
 
 def completion(tokens: int) -> dict[str, Any]:
     """A streamed request for exactly ``tokens`` tokens."""
     return {
-        "model": "smollm2",
+        "model": "simulated",
         "prompt": PROMPT,
         "max_tokens": tokens,
         "ignore_eos": True,

@@ -33,7 +33,7 @@ class Gateway:
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, on the event loop that will serve."""
         self._service.start()
-        return build_asgi_app(self._service, self._max_body_bytes)
+        return build_asgi_app(self._service, self._max_body_bytes, echo_request_ids=False)  # Serve echoes them
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any] | AsyncGenerator[dict[str, Any], None]:
         """A chat completion, body and answer as in ``POST /v1/chat/completions``.

@@ -1,19 +1,12 @@
 """The command ``splitserve``."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from splitserve import __version__
-
-RAY_QUIET = {
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
+from splitserve.deploy.ray_environment import prepare_ray_environment
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +33,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--decode", dest="decode.workers", type=int, metavar="N", help="decode workers")
     serve.add_argument("--host", dest="host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", dest="port", type=int, metavar="P", help="port to listen on (default 8000)")
+    serve.add_argument(
+        "--ray-address", dest="ray_address", metavar="ADDRESS", help="of a Ray cluster; auto (default) or local"
+    )
     return top
 
 
@@ -47,10 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for a failure to start, 2 for wrong options or configuration."""
     options: dict[str, Any] = vars(parser().parse_args(argv))
     del options["command"]
-    for name, value in RAY_QUIET.items():
-        os.environ.setdefault(name, value)
+    prepare_ray_environment()  # so what imports Ray is imported after it
 
-    from splitserve.deploy.config import ConfigError, serve_settings  # Ray reads its environment when it is imported
+    from splitserve.deploy.config import ConfigError, serve_settings
     from splitserve.deploy.serving import StartFailed, serve_until_stopped
 
     try:

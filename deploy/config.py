@@ -20,6 +20,8 @@ class ServeSettings(AppSettings, frozen=True, forbid_unknown_fields=True, kw_onl
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000
+    # auto: join the cluster that runs on this machine or that RAY_ADDRESS names, else start one; local: start one
+    ray_address: str = "auto"
 
 
 def app_settings(args: dict[str, Any]) -> AppSettings:

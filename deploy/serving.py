@@ -64,31 +64,35 @@ def _stopping_on_signals(stop: threading.Event) -> Iterator[None]:
 @contextmanager
 def _ray(settings: ServeSettings) -> Iterator[bool]:
     """Ray, joined if it runs already (True), else started here and shut down at the end (False)."""
-    joined = _join_ray() or _start_ray(settings)
+    joined = _join_ray(settings.ray_address) or _start_ray(settings)
     try:
         yield joined
     finally:
         ray.shutdown()
 
 
-def _join_ray() -> bool:
-    try:
-        ray.init(address="auto", logging_level="error")
-    except ConnectionError:
+def _join_ray(address: str) -> bool:
+    """Raises StartFailed when a cluster that was named by its address is not there."""
+    if address == "local":
         return False
+    try:
+        ray.init(address=address, logging_level="error")
+    except ConnectionError as error:
+        if address == "auto":
+            return False
+        raise StartFailed(f"no Ray cluster answers at {address}: {error}") from error
     say("joined the running Ray cluster")
     return True
 
 
 def _start_ray(settings: ServeSettings) -> bool:
-    """Loopback only, with as many logical CPUs as the workers reserve: there may be more workers than cores."""
+    """With as many logical CPUs as the workers reserve: there may be more workers than cores."""
     say("starting Ray on this machine")
     reserved = sum(pool.workers * pool.cpus for pool in (settings.prefill, settings.decode))
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, math.ceil(reserved)),
         include_dashboard=False,
-        _node_ip_address="127.0.0.1",
         logging_level="error",
     )
     return False

@@ -41,11 +41,13 @@ class Streamed(Protocol):
     def __call__(self, service: Service, body: Json, request_id: str | None = None) -> AsyncGenerator[Json, None]: ...
 
 
-def build_asgi_app(service: Service, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> Starlette:
+def build_asgi_app(
+    service: Service, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, echo_request_ids: bool = True
+) -> Starlette:
     """The whole API over ``service``. Every answer is an OpenAI object, an event stream or an error envelope."""
     return Starlette(
         routes=build_routes(service, max_body_bytes),
-        middleware=[Middleware(RequestIds)],
+        middleware=[Middleware(RequestIds, echo=echo_request_ids)],
         exception_handlers={HTTPException: _answer_http_exception},
     )
 

@@ -19,8 +19,10 @@ MAX_CHARS = 128
 class RequestIds:
     """ASGI middleware. Puts the id into ``request.state.request_id``; answers 400 where the client's is not usable."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, echo: bool = True) -> None:
+        """``echo``: send it back. False where the server around the application does so itself."""
         self._app = app
+        self._echo = echo
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -32,7 +34,7 @@ class RequestIds:
         header = (HEADER.encode(), request_id.encode())
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if self._echo and message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], header]
             await send(message)
 

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -29,11 +28,11 @@ class Server:
         with closing(socket.socket()) as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        # A Ray of its own: a server joins one that it finds in the usual place.
-        self.env = os.environ | {"RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-")} | (env or {})
+        self.env = os.environ | (env or {})
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        command = [str(Path(sys.executable).with_name("splitserve")), "serve", "--port", str(self.port), *options]
+        command = [str(Path(sys.executable).with_name("splitserve")), "serve", "--port", str(self.port)]
+        command += ["--ray-address", "local", *options]
         self.process = subprocess.Popen(
             command,
             stdout=log.open("w"),

@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -57,16 +56,20 @@ def test_two_workers_of_each_role_share_the_work_and_ctrl_c_leaves_nothing(confi
 
 
 def test_a_running_cluster_is_joined_and_left_running(config: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-")}
-    start = [str(BIN / "ray"), "start", "--head", "--num-cpus=4", "--include-dashboard=false", "--port=0"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+    start = [str(BIN / "ray"), "start", "--head", "--num-cpus=4", "--include-dashboard=false", f"--port={port}"]
     started = subprocess.run(start, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert started.returncode == 0, started.stdout + started.stderr
+    join = ["--config", str(config), "--ray-address", f"127.0.0.1:{port}"]
     try:
-        server = Server(tmp_path / "joined.log", "--config", str(config), env=environment)
+        server = Server(tmp_path / "joined.log", *join)
         try:
             server.wait_until_ready()
             assert server.complete(prompt=[1, 2, 3], max_tokens=2)["usage"]["completion_tokens"] == 2
-            second = Server(tmp_path / "second.log", "--config", str(config), env=environment)
+            second = Server(tmp_path / "second.log", *join)
             assert second.process.wait(60.0) == 1
             assert "is running on this Ray cluster already" in second.log.read_text()
             assert server.complete(prompt=[1, 2, 3], max_tokens=2)["usage"]["completion_tokens"] == 2
@@ -87,7 +90,7 @@ def test_a_taken_port_is_named(config: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         done = subprocess.run(
-            [str(BIN / "splitserve"), "serve", "--config", str(config), "--port", str(port)],
+            [str(BIN / "splitserve"), "serve", "--config", str(config), "--ray-address", "local", "--port", str(port)],
             capture_output=True,
             text=True,
             timeout=60,
@@ -100,7 +103,16 @@ def test_a_taken_port_is_named(config: Path) -> None:
 def test_a_missing_model_is_named_and_ends_the_start(tmp_path: Path) -> None:
     """B128."""
     done = subprocess.run(
-        [str(BIN / "splitserve"), "serve", "--model", str(tmp_path / "no.gguf"), "--port", "18999"],
+        [
+            str(BIN / "splitserve"),
+            "serve",
+            "--model",
+            str(tmp_path / "no.gguf"),
+            "--ray-address",
+            "local",
+            "--port",
+            "18999",
+        ],
         capture_output=True,
         text=True,
         timeout=120,

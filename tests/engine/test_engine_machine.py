@@ -19,7 +19,7 @@ from splitserve.kvtransfer.ticket import Ticket
 
 Make = Callable[..., Any]
 
-PAGES = 9  # of 4 tokens, in each engine
+PAGES = 7  # of 4 tokens, in each engine
 LIMITS = SchedulerLimits(step_tokens=7, chunk_tokens=3, max_running=3)
 FAULTS = ["refuse_connect", "fail_prepare", "fail_post", "fail_poll", "raise_foreign", "hang", "lose_notices"]
 FAULTS += ["double_notices", "drop_peer_once"]
@@ -76,20 +76,27 @@ class EngineMachine(RuleBasedStateMachine):
         self.legs.append(Leg(bench, request, tokens_of(request), over))
 
     @rule(
-        at=st.sampled_from([0, 0, 1]),
-        prompt=PROMPT,
-        max_tokens=st.integers(1, 9),
+        at=st.sampled_from([0, 1]),
+        prompts=st.lists(PROMPT, min_size=1, max_size=4),
+        max_tokens=st.integers(1, 12),
         seed=st.integers(0, 2),
         over=st.booleans(),
     )
-    def new_request(self, at: int, prompt: list[int], max_tokens: int, seed: int, over: bool) -> None:
-        self.add(self.benches[at], prompt, SamplingParams(max_tokens=max_tokens, seed=seed), None, over)
+    def burst(self, at: int, prompts: list[list[int]], max_tokens: int, seed: int, over: bool) -> None:
+        """More than fits at once: some wait, some are preempted."""
+        for prompt in prompts:
+            self.add(self.benches[at], prompt, SamplingParams(max_tokens=max_tokens, seed=seed), None, over)
+
+    @rule(at=st.sampled_from([0, 1]), prompt=PROMPT, max_tokens=st.integers(2, 9), seed=st.integers(0, 2))
+    def prefill(self, at: int, prompt: list[int], max_tokens: int, seed: int) -> None:
+        """Most probably there is an offer afterwards."""
+        self.add(self.benches[at], prompt, SamplingParams(max_tokens=max_tokens, seed=seed), None, over=True)
+        self.step(at, 6)
 
     @precondition(lambda self: self.open_offers())
     @rule(data=st.data(), keep=st.sampled_from([False, False, True]), over=st.sampled_from([False, False, True]))
     def take_up(self, data: st.DataObject, keep: bool, over: bool) -> None:
-        """Go on at the other engine; with ``keep`` the ticket will be used again, with ``over`` it goes on from there.
-        """
+        """Go on at the other engine; with ``keep`` the ticket is used again, with ``over`` it goes on from there."""
         leg = data.draw(st.sampled_from(self.open_offers()))
         if not keep:
             self.offers.append(leg)
@@ -107,19 +114,19 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         """In any state, also long after the end."""
         leg = data.draw(st.sampled_from(self.legs))
-        ended, held = leg.finish is not None, leg.bench.pool.held_pages
+        ended, held = leg.aborted or leg.finish is not None, leg.bench.pool.held_pages
         leg.aborted = leg.aborted or not ended
         found = leg.bench.engine.abort(leg.name)
         assert not leg.bench.engine.abort(leg.name)
         assert found or ended
         assert found or leg.bench.pool.held_pages == held
 
-    @rule(at=st.sampled_from([0, 1]), steps=st.integers(1, 6))
+    @rule(at=st.sampled_from([0, 1]), steps=st.integers(1, 12))
     def step(self, at: int, steps: int) -> None:
         for _ in range(steps):
             self.benches[at].step()
 
-    @rule(at=st.sampled_from([0, 1]), seconds=st.sampled_from([0.5, 2.5, 6.0]))
+    @rule(at=st.sampled_from([0, 1]), seconds=st.sampled_from([0.5, 0.5, 2.5, 6.0]))
     def wait(self, at: int, seconds: float) -> None:
         """Reads end after 2 s, leases after 5 s."""
         self.benches[at].clock.now += seconds
@@ -149,9 +156,9 @@ class EngineMachine(RuleBasedStateMachine):
         """Without faults everything ends."""
         for bench in self.benches:
             self.clear_faults(bench.transport.faults)
-            bench.clock.now += 10.0
-        for _ in range(600):
+        for _ in range(1000):
             for bench in self.benches:
+                bench.clock.now += 0.1
                 bench.step()
             if all(bench.engine.idle for bench in self.benches):
                 break
@@ -178,6 +185,6 @@ def test_two_engines_under_random_operations(make_engine: Make) -> None:
     run_state_machine_as_test(
         lambda: EngineMachine(make_engine),
         settings=settings(
-            max_examples=5, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+            max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
         ),
     )
