@@ -1,6 +1,6 @@
 """What the stack costs: tokens from a simulated engine without step time through the whole HTTP path.
 
-Beside it, in the same run and on the same Ray, the usual way to stream with Ray Serve: an ingress that passes on, item
+Beside it, in the same run, the usual way to stream with Ray Serve: an ingress that passes on, item
 by item, what a replica of another deployment yields.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import HTTPOptions
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -62,26 +63,32 @@ def usual_application() -> Application:
 
 
 @contextmanager
-def applications(port: int) -> Iterator[None]:
-    """A server as users start it, simulated; the usual application joins its Ray at ``/usual``."""
+def our_server(port: int) -> Iterator[None]:
+    """A server as users start it, simulated."""
     with tempfile.TemporaryDirectory(prefix="splitserve-") as folder:
         config = Path(folder) / "simulated.yaml"
         config.write_text(CONFIG)
-        command = [str(Path(sys.executable).with_name("splitserve")), "serve"]
-        server = subprocess.Popen(
-            [*command, "--config", str(config), "--ray-address", "local", "--port", str(port)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [str(Path(sys.executable).with_name("splitserve")), "serve", "--config", str(config)]
+        command += ["--ray-address", "local", "--port", str(port)]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             wait_until_ready(server)
-            ray.init(address="auto", logging_level="error", log_to_driver=False)
-            serve.run(usual_application(), name="usual", route_prefix="/usual")
             yield
         finally:
-            ray.shutdown()
             server.send_signal(signal.SIGINT)
             server.wait(STOP_TIMEOUT_S)
+
+
+@contextmanager
+def usual_server(port: int) -> Iterator[None]:
+    """The usual application behind Serve's proxy."""
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
+        serve.run(usual_application(), name="usual", route_prefix="/")
+        yield
+    finally:
+        ray.shutdown()
 
 
 def wait_until_ready(server: "subprocess.Popen[str]") -> None:
@@ -106,15 +113,26 @@ def completion(tokens: int) -> dict[str, Any]:
     }
 
 
-def measure(streams: int, tokens: int, requests: int, port: int) -> tuple[LoadResult, LoadResult, LoadResult]:
-    """(ours at one client, ours at ``streams`` clients, the usual way at ``streams`` clients)."""
+def measure_ours(streams: int, tokens: int, requests: int, port: int) -> tuple[LoadResult, LoadResult]:
+    """(at one client, at ``streams`` clients)."""
     path = "/v1/completions"
     run_load(port, path, [completion(tokens)] * streams, streams)  # warm-up
     single = run_load(port, path, [completion(2)] * requests, 1)
-    ours = run_load(port, path, [completion(tokens)] * (2 * streams), streams)
-    run_load(port, "/usual", [{"max_tokens": 8}] * streams, streams)
-    usual = run_load(port, "/usual", [{"max_tokens": USUAL_TOKENS}] * streams, streams)
-    return single, ours, usual
+    return single, run_load(port, path, [completion(tokens)] * (2 * streams), streams)
+
+
+def measure_usual(streams: int, port: int) -> LoadResult:
+    """At ``streams`` clients."""
+    run_load(port, "/", [{"max_tokens": 8}] * streams, streams)  # warm-up
+    return run_load(port, "/", [{"max_tokens": USUAL_TOKENS}] * (2 * streams), streams)
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def main() -> None:
@@ -125,11 +143,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100, help="requests for the time to the first token")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with applications(port):
-        single, ours, usual = measure(options.streams, options.tokens, options.requests, port)
+    port = free_port()
+    with our_server(port):
+        single, ours = measure_ours(options.streams, options.tokens, options.requests, port)
+    port = free_port()
+    with usual_server(port):
+        usual = measure_usual(options.streams, port)
     figures = {
         "tokens_per_s": round(ours.tokens_per_s),
         "added_ttft_ms": round(1000 * single.median_ttft_s(), 1),

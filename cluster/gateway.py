@@ -13,6 +13,7 @@ from splitserve.cluster.api.chat import chat, chat_stream
 from splitserve.cluster.api.completions import complete, complete_stream
 from splitserve.cluster.api.token_ids import generate_ids
 from splitserve.cluster.gateway_service import GatewayService
+from splitserve.cluster.http_listener import HttpListener
 from splitserve.cluster.settings import AppSettings
 
 SWITCH_INTERVAL_S = 0.0005  # tokenising threads and the event loop share the interpreter; neither may keep it for long
@@ -27,13 +28,25 @@ class Gateway:
 
     def __init__(self, settings: AppSettings, prefill: DeploymentHandle, decode: DeploymentHandle) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._max_body_bytes = settings.gateway.max_body_bytes
+        self._settings = settings
         self._service = GatewayService(settings, [prefill, decode])
+        self._listener: HttpListener | None = None
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, on the event loop that will serve."""
         self._service.start()
-        return build_asgi_app(self._service, self._max_body_bytes, echo_request_ids=False)  # Serve echoes them
+        max_body_bytes = self._settings.gateway.max_body_bytes
+        if self._settings.listen is not None:
+            app = build_asgi_app(self._service, max_body_bytes)
+            self._listener = HttpListener(app, self._settings.listen)
+            await self._listener.start()
+        return build_asgi_app(self._service, max_body_bytes, echo_request_ids=False)  # Serve echoes them itself
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the gateway is to stop."""
+        listener = getattr(self, "_listener", None)
+        if listener is not None:
+            await listener.stop()
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any] | AsyncGenerator[dict[str, Any], None]:
         """A chat completion, body and answer as in ``POST /v1/chat/completions``.

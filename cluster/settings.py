@@ -29,6 +29,14 @@ class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     shutdown_s: Seconds = 120.0  # how long a worker may go on with its requests and leases when it is to stop
 
 
+class ListenSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where gateways listen by themselves."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000
+    shutdown_s: Seconds = 30.0  # how long open connections may go on when a gateway is to stop
+
+
 class AppSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything ``build_app`` needs."""
 
@@ -37,6 +45,7 @@ class AppSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     prefill: PoolSettings = msgspec.field(default_factory=PoolSettings)
     decode: PoolSettings = msgspec.field(default_factory=PoolSettings)
     gateways: Positive = 1
+    listen: ListenSettings | None = None  # None: reached through Ray Serve's HTTP proxies
 
     @property
     def served_name(self) -> str:

@@ -31,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--prefill", dest="prefill.workers", type=int, metavar="N", help="prefill workers")
     serve.add_argument("--decode", dest="decode.workers", type=int, metavar="N", help="decode workers")
-    serve.add_argument("--host", dest="host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
-    serve.add_argument("--port", dest="port", type=int, metavar="P", help="port to listen on (default 8000)")
+    serve.add_argument("--host", dest="listen.host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", dest="listen.port", type=int, metavar="P", help="port to listen on (default 8000)")
     serve.add_argument(
         "--ray-address", dest="ray_address", metavar="ADDRESS", help="of a Ray cluster; auto (default) or local"
     )

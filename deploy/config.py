@@ -1,12 +1,12 @@
 """The configuration file: YAML into frozen settings, unknown keys refused by name."""
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
 
-from splitserve.cluster.settings import AppSettings
+from splitserve.cluster.settings import AppSettings, ListenSettings
 
 Settings = TypeVar("Settings", bound=AppSettings)
 
@@ -16,10 +16,9 @@ class ConfigError(ValueError):
 
 
 class ServeSettings(AppSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What ``splitserve serve`` needs: the application, and where it listens."""
+    """What ``splitserve serve`` needs: the application, where it listens, and on which Ray."""
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000
+    listen: ListenSettings = msgspec.field(default_factory=ListenSettings)
     # auto: join the cluster that runs on this machine or that RAY_ADDRESS names, else start one; local: start one
     ray_address: str = "auto"
 
@@ -36,9 +35,11 @@ def serve_settings(file: Path | None, overrides: dict[str, Any]) -> ServeSetting
         *sections, key = dotted.split(".")
         at = values
         for section in sections:
-            at = at.setdefault(section, {})
-            if not isinstance(at, dict):
-                raise ConfigError(f"configuration: Expected `object`, got `{at!r}` - at `$.{section}`")
+            inner = at.get(section, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"configuration: Expected `object`, got `{inner!r}` - at `$.{section}`")
+            at[section] = dict(inner)  # with YAML's anchors two sections may be one object
+            at = at[section]
         at[key] = value
     return _convert(values, ServeSettings)
 

@@ -13,10 +13,11 @@ from types import FrameType
 
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions
+from ray.serve.config import ProxyLocation
 from ray.serve.schema import ServeStatus
 
 from splitserve.cluster.application import application
+from splitserve.cluster.settings import ListenSettings
 from splitserve.deploy.config import ServeSettings
 
 APP_NAME = "splitserve"
@@ -34,7 +35,7 @@ def serve_until_stopped(settings: ServeSettings) -> None:
     """
     started = time.monotonic()
     stop = threading.Event()
-    _check_port(settings)
+    _check_port(settings.listen)
     with _stopping_on_signals(stop), _ray(settings) as joined, _application(settings, joined, stop):
         if not stop.is_set():
             print(_closing_line(settings, time.monotonic() - started), flush=True)
@@ -104,7 +105,8 @@ def _application(settings: ServeSettings, joined: bool, stop: threading.Event) -
     if serve_ran_before and APP_NAME in serve.status().applications:
         raise StartFailed(f"an application called {APP_NAME} is running on this Ray cluster already")
     say("starting Ray Serve")
-    serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
+    if not serve_ran_before:
+        serve.start(proxy_location=ProxyLocation.Disabled)  # gateways listen by themselves
 
     def take_down() -> None:
         serve.delete(APP_NAME)
@@ -168,13 +170,14 @@ def _serve_runs() -> bool:
     return any(actor["name"] == "SERVE_CONTROLLER_ACTOR" for actor in ray.util.list_named_actors(all_namespaces=True))
 
 
-def _check_port(settings: ServeSettings) -> None:
-    with socket.socket() as probe:
+def _check_port(listen: ListenSettings) -> None:
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((settings.host, settings.port))
+            probe.bind((listen.host, listen.port))
         except OSError as error:
-            raise StartFailed(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
+            raise StartFailed(f"cannot listen on {listen.host}:{listen.port}: {error.strerror}") from error
 
 
 def _within(timeout_s: float, action: Callable[[], None]) -> None:
@@ -185,7 +188,7 @@ def _within(timeout_s: float, action: Callable[[], None]) -> None:
 
 
 def _closing_line(settings: ServeSettings, seconds: float) -> str:
-    url = f"http://{settings.host}:{settings.port}"
+    url = f"http://{settings.listen.host}:{settings.listen.port}"
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     body = json.dumps({"model": settings.served_name, "messages": messages})
     return (

@@ -131,7 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Reads end after 2 s, leases after 5 s."""
         self.benches[at].clock.now += seconds
 
-    @rule(at=st.sampled_from([0, 1]), fault=st.sampled_from(FAULTS + [""] * len(FAULTS)), polls=st.integers(0, 3))
+    @rule(at=st.sampled_from([0, 1]), fault=st.sampled_from(FAULTS + ["", "hang"] * 4), polls=st.integers(0, 3))
     def set_fault(self, at: int, fault: str, polls: int) -> None:
         faults = self.benches[at].transport.faults
         self.clear_faults(faults)
