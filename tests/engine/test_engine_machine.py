@@ -67,7 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.benches = [make_engine(name, pages=PAGES, limits=LIMITS) for name in ("p", "d")]
         self.legs: list[Leg] = []
-        self.offers: list[Leg] = []  # legs that were handed over and not yet taken up
+        self.taken: list[Leg] = []  # legs that were handed over and whose ticket was used
 
     def add(self, bench: Any, prompt: list[int], sampling: SamplingParams, ticket: Ticket | None, over: bool) -> None:
         name = RequestId(f"r{len(self.legs)}")
@@ -99,7 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Go on at the other engine; with ``keep`` the ticket is used again, with ``over`` it goes on from there."""
         leg = data.draw(st.sampled_from(self.open_offers()))
         if not keep:
-            self.offers.append(leg)
+            self.taken.append(leg)
         ticket = Ticket.decode(leg.bench.tickets[leg.name])
         other = self.benches[1 - self.benches.index(leg.bench)]
         sampling, request = leg.request.sampling, leg.request
@@ -107,7 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.add(other, [*request.prompt, *leg.tokens], rest, ticket, over)
 
     def open_offers(self) -> list[Leg]:
-        return [leg for leg in self.legs if leg.finish is FinishReason.HANDED_OVER and leg not in self.offers]
+        return [leg for leg in self.legs if leg.finish is FinishReason.HANDED_OVER and leg not in self.taken]
 
     @precondition(lambda self: self.legs)
     @rule(data=st.data())
