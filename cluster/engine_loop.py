@@ -63,7 +63,15 @@ class EngineLoop:
     block long.
     """
 
-    def __init__(self, engine: Engine, counters: Counters, publish: Callable[[LoopReport], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        counters: Counters,
+        publish: Callable[[LoopReport], None],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``ended`` is called on the thread when it ends, by ``stop`` or by an error."""
+        self._ended = ended
         self._engine = engine
         self._counters = counters
         self._publish = publish
@@ -105,6 +113,7 @@ class EngineLoop:
             logger.exception("the engine's thread ended; the worker is of no more use")
         finally:
             self._engine.close()
+            self._ended()
 
     def _turn(self) -> bool:
         refused: list[SequenceUpdate] = []

@@ -42,6 +42,7 @@ class FeedServer:
         self._on_command = on_command
         self._on_disconnect = on_disconnect
         self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self, host: str) -> WorkerEndpoint:
         """Listen on a free port of ``host``; a second call only tells where. Raises OSError."""
@@ -50,9 +51,17 @@ class FeedServer:
         port = self._server.sockets[0].getsockname()[1]
         return WorkerEndpoint(self._worker, host, port, self._token)
 
+    def close(self) -> None:
+        """Listen no more and end all connections. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers:
+            writer.close()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = None
         sending = None
+        self._writers.add(writer)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = await read_command(reader)
@@ -75,6 +84,7 @@ class FeedServer:
                 sending.cancel()
             if connection is not None:
                 self._on_disconnect(connection)
+            self._writers.discard(writer)
             writer.close()
 
     async def _send(self, outbox: Outbox, writer: asyncio.StreamWriter) -> None:

@@ -14,7 +14,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     served_name: str | None = None  # what clients put into "model"; None: the model's own path or id
     placement_wait_s: Seconds = 5.0  # how long a request waits for a worker when none is connected
-    token_wait_s: Seconds = 120.0  # longest silence of a worker about a request before it counts as lost
+    token_wait_s: Seconds = 600.0  # longest silence of a worker about a request before it counts as lost
     attempts: Positive = 3  # placements of one request, the first included
     max_body_bytes: Positive = 4 << 20
     tokenizer_threads: Positive = 2

@@ -72,12 +72,11 @@ class Worker:
         self._progress = ProgressThread(built.transport.progress, lambda: built.engine.transferring)
         self._progress.start()
         warm_up(built.engine)
-        self._loop = EngineLoop(built.engine, built.counters, self._publish)
+        self._loop = EngineLoop(built.engine, built.counters, self._publish, self._engine_ended)
         self._loop.start()
         self._say(f"ready after {time.monotonic() - started:.1f} s with {self._facts.pool_tokens} tokens of KV memory")
 
-    # -- called through Serve
-    # -------------------------------------------------------------------------------------------
+    # Called through Serve
 
     async def endpoint(self, *, target: str | None) -> WorkerEndpoint:
         """Where gateways connect to. Raises WrongWorker when ``target`` is another replica; None means any.
@@ -106,8 +105,7 @@ class Worker:
         self._progress.stop()
         await asyncio.to_thread(loop.stop, STOP_TIMEOUT_S)
 
-    # -- connections
-    # ----------------------------------------------------------------------------------------------------
+    # Connections
 
     def _connected(self, connection: Connection) -> None:
         self._connections.append(connection)
@@ -141,8 +139,7 @@ class Worker:
             logger.warning("request %s: %s; its prompt is computed here", command.request.request_id, error)
             return None
 
-    # -- reports
-    # --------------------------------------------------------------------------------------------------------
+    # Reports
 
     def _publish(self, report: LoopReport) -> None:
         """On the engine's thread: hand the report to the event loop, at most one step ahead of it."""
@@ -150,6 +147,11 @@ class Worker:
             return
         self._taken.acquire(timeout=TAKEN_WAIT_S)
         self._events.call_soon_threadsafe(self._distribute, report)
+
+    def _engine_ended(self) -> None:
+        """On the engine's thread: nothing comes any more, so gateways must not wait for it."""
+        if self._events is not None:
+            self._events.call_soon_threadsafe(self._server.close)
 
     def _distribute(self, report: LoopReport) -> None:
         self._taken.release()

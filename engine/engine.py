@@ -75,8 +75,7 @@ class Engine:
         self._counters = counters
         self.steps = 0
 
-    # -- requests
-    # -------------------------------------------------------------------------------------------------------
+    # Requests
 
     def add(self, request: Request, *, hand_over: bool = False, ticket: Ticket | None = None) -> None:
         """Take a request on. With ``ticket`` the prompt's pages are read from a peer; should that fail they are
@@ -117,8 +116,7 @@ class Engine:
             room = self._pool.total * self._runner.layout.page_tokens
             raise RequestRefused(f"{longest} tokens exceed this worker's pool of {room}")
 
-    # -- a step
-    # ---------------------------------------------------------------------------------------------------------
+    # A step
 
     @property
     def idle(self) -> bool:
@@ -218,8 +216,7 @@ class Engine:
             sequence.pages.seal(index, sequence.names[index])
             sequence.sealed += 1
 
-    # -- receiving
-    # ------------------------------------------------------------------------------------------------------
+    # Receiving
 
     def _start_receptions(self) -> None:
         while self._to_receive:
@@ -236,8 +233,7 @@ class Engine:
     def _failed(self, sequence: Sequence) -> None:
         self._scheduler.enqueue(sequence)
 
-    # -- the end
-    # --------------------------------------------------------------------------------------------------------
+    # The end
 
     def _end(self, sequence: Sequence, update: SequenceUpdate) -> None:
         self._leave(sequence)
@@ -263,8 +259,7 @@ class Engine:
             self.abort(request_id)
         self._handover.close(self._clock())
 
-    # -- what it looks like from outside
-    # --------------------------------------------------------------------------------
+    # What it looks like from outside
 
     def load(self) -> Load:
         waiting, running = self._scheduler.waiting, self._scheduler.running
