@@ -264,7 +264,7 @@ class Engine:
     def load(self) -> Load:
         waiting, running = self._scheduler.waiting, self._scheduler.running
         return Load(
-            waiting=len(waiting) + len(self._to_receive),
+            waiting=len(waiting) + len(self._to_receive) + self._handover.receiving,
             waiting_tokens=sum(s.left_to_compute for s in [*waiting, *running, *self._to_receive]),
             running=len(running),
             free_pages=self._pool.free_pages,

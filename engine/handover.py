@@ -75,6 +75,11 @@ class Handover:
         """Whether a peer or a transfer may need attention soon."""
         return bool(self._receiving or self._letting_go or self._book.open_leases)
 
+    @property
+    def receiving(self) -> int:
+        """Sequences whose pages are being read."""
+        return len(self._receiving)
+
     def offer(self, sequence: EngineSequence, now: float) -> bytes:
         """Give the sequence's pages to a lease; returns the encoded ticket for the worker that takes over."""
         assert sequence.pages is not None

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from splitserve.engine.protocol import PageHash
 
 HASH_BYTES = 16
+MAX_KEY_BYTES = 64  # of BLAKE2b
 
 
 class PageHasher:
@@ -23,8 +24,8 @@ class PageHasher:
     def __init__(self, page_tokens: int, key: bytes, context: bytes = b"") -> None:
         if page_tokens < 1:
             raise ValueError(f"page_tokens must be at least 1, got {page_tokens}")
-        if not 1 <= len(key) <= 64:
-            raise ValueError(f"the page hash key must have 1 to 64 bytes, got {len(key)}")
+        if not 1 <= len(key) <= MAX_KEY_BYTES:
+            raise ValueError(f"the page hash key must have 1 to {MAX_KEY_BYTES} bytes, got {len(key)}")
         self.page_tokens = page_tokens
         self._key = key
         self._pack = struct.Struct(f"<{page_tokens}q").pack

@@ -5,7 +5,7 @@ rest); nothing that arrives is ever unpickled.
 """
 
 from enum import StrEnum
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
 
@@ -13,6 +13,7 @@ RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 PageId = NewType("PageId", int)
 PageHash = NewType("PageHash", bytes)
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Role(StrEnum):
@@ -55,7 +56,7 @@ class Request(msgspec.Struct, frozen=True):
     """
 
     request_id: RequestId
-    prompt: tuple[int, ...]
+    prompt: tuple[TokenId, ...]
     page_hashes: tuple[PageHash, ...]  # of the prompt's full pages, by absolute index
     sampling: SamplingParams
 

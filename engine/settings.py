@@ -4,9 +4,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from splitserve.engine.page_hash import MAX_KEY_BYTES
+
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-HashKey = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+HashKey = Annotated[str, msgspec.Meta(min_length=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Deadline = Annotated[float, msgspec.Meta(gt=0, le=86_400)]  # seconds
 
 
 class SimulationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,7 +37,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     step_tokens: Positive = 512  # most tokens computed in one step
     chunk_tokens: Positive = 256  # most prompt tokens of one sequence in one step
     max_running: Positive = 64  # sequences in one step
-    lease_s: Seconds = 30.0  # how long computed pages wait to be fetched
-    read_s: Seconds = 10.0  # how long fetching may take before the prompt is computed anew
+    lease_s: Deadline = 30.0  # how long computed pages wait to be fetched
+    read_s: Deadline = 10.0  # how long fetching may take before the prompt is computed anew
     page_hash_key: HashKey = "splitserve"  # the same in the whole cluster; keep your own secret
     simulation: SimulationSettings | None = None  # no model: tokens made up, steps as long as this says
+
+    def __post_init__(self) -> None:
+        if len(self.page_hash_key.encode()) > MAX_KEY_BYTES:
+            raise ValueError(f"`page_hash_key` has more than {MAX_KEY_BYTES} bytes")

@@ -68,6 +68,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise TicketError(_field_of(str(error)), str(error)) from error
         except UnicodeDecodeError as error:
             raise TicketError("ticket", "holds text that is not UTF-8") from error
+        except RecursionError as error:
+            raise TicketError("ticket", "is nested too deeply") from error
         ticket.check()
         return ticket
 

@@ -80,7 +80,11 @@ class Running:
     def __init__(self, engine: object, counters: Counters) -> None:
         self.reports: queue.Queue[LoopReport] = queue.Queue()
         self.counters = counters
-        self.loop = EngineLoop(engine, counters, self.reports.put)  # type: ignore[arg-type]
+        self.ended = 0
+        self.loop = EngineLoop(engine, counters, self.reports.put, self.count_end)  # type: ignore[arg-type]
+
+    def count_end(self) -> None:
+        self.ended += 1
 
     def next(self) -> LoopReport:
         return self.reports.get(timeout=WAIT_S)
@@ -99,12 +103,12 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def running(engine: FakeEngine) -> Iterator[Running]:
-    """Not started yet; at the end the thread is gone and the engine closed once."""
+    """Not started yet; at the end the thread is gone and has said so, and the engine is closed, each once."""
     running = Running(engine, Counters())
     yield running
     if running.loop.alive:
         assert running.loop.stop(WAIT_S)
-    assert engine.closed == 1
+    assert (engine.closed, running.ended) == (1, 1)
 
 
 def test_commands_are_taken_in_order_and_before_the_next_step(engine: FakeEngine, running: Running) -> None:
@@ -216,7 +220,7 @@ def test_an_engine_that_does_not_come_back_is_not_waited_for(engine: FakeEngine,
     assert running.loop.stop(WAIT_S)
 
 
-# -- with an engine
+# With an engine
 
 
 @pytest.fixture

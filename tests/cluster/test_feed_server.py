@@ -165,6 +165,18 @@ async def test_a_broken_connection_is_told_though_nothing_is_sent(worker: Loopba
         assert await worker.next() == ("disconnected", "g")
 
 
+async def test_a_server_that_closes_ends_every_connection_and_takes_no_more(worker: LoopbackWorker) -> None:
+    endpoint = await worker.endpoint()
+    async with connected(worker) as peer, connect(endpoint) as silent:
+        worker.server.close()
+        worker.server.close()
+        assert await peer.was_closed()
+        assert await worker.next() == ("disconnected", "g")
+        assert await silent.was_closed()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(endpoint.host, endpoint.port)
+
+
 async def test_a_reader_that_stops_reading_costs_one_merged_report(worker: LoopbackWorker) -> None:
     """However many steps there are meanwhile (15 MB, more than the kernel's buffers), and misses nothing later."""
     async with connected(worker) as peer:

@@ -36,7 +36,7 @@ async def rest(items: AsyncGenerator[Tokens, None]) -> list[int]:
         return [token async for item in items for token in item.token_ids]
 
 
-# -- the phases
+# The phases
 
 
 async def test_place_prefill_hand_over_decode(gateway: UnstaffedGateway, client: Client) -> None:
@@ -99,7 +99,7 @@ async def test_two_requests_have_names_of_their_own(gateway: UnstaffedGateway, c
     await other.leave()
 
 
-# -- a worker is lost
+# A worker is lost
 
 
 async def test_lost_while_it_prefills(gateway: UnstaffedGateway) -> None:
@@ -207,7 +207,7 @@ async def test_a_silent_worker_counts_as_lost_and_is_told_to_end_it() -> None:
     assert gateway.aborted == ([started.request.request_id], [])
 
 
-# -- nobody is there
+# Nobody is there
 
 
 async def test_no_worker_comes_in_time() -> None:

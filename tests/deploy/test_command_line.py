@@ -33,15 +33,16 @@ def test_each_option_reaches_its_setting(served: list[ServeSettings]) -> None:
     (settings,) = served
     assert (settings.engine.model, settings.served_name) == ("m", "n")
     assert (settings.prefill.workers, settings.decode.workers) == (2, 3)
-    assert (settings.host, settings.port, settings.ray_address) == ("0.0.0.0", 9000, "local")
+    assert (settings.listen.host, settings.listen.port) == ("0.0.0.0", 9000)
+    assert settings.ray_address == "local"
 
 
 def test_options_go_over_the_file(served: list[ServeSettings], tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("port: 9000\nprefill: {workers: 2}\ngateways: 3")
+    file.write_text("listen: {port: 9000}\nprefill: {workers: 2}\ngateways: 3")
     assert main(["serve", "--config", str(file), "--prefill", "4"]) == 0
     (settings,) = served
-    assert (settings.port, settings.prefill.workers, settings.gateways) == (9000, 4, 3)
+    assert (settings.listen.port, settings.prefill.workers, settings.gateways) == (9000, 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_options_go_over_the_file(served: list[ServeSettings], tmp_path: Path) -
     [
         (["--prefill", "0"], "$.prefill.workers"),
         (["--decode", "-1"], "$.decode.workers"),
-        (["--port", "0"], "$.port"),
+        (["--port", "0"], "$.listen.port"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
     ],
 )
@@ -82,7 +83,7 @@ def test_a_failure_to_start_is_one_line_and_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(settings: ServeSettings) -> None:
-        raise StartFailed(f"cannot listen on {settings.host}:{settings.port}")
+        raise StartFailed(f"cannot listen on {settings.listen.host}:{settings.listen.port}")
 
     monkeypatch.setattr(serving, "serve_until_stopped", fail)
     assert main(["serve"]) == 1

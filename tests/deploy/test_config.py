@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from splitserve.cluster.settings import AppSettings, GatewaySettings, PoolSettings
+from splitserve.cluster.settings import AppSettings, GatewaySettings, ListenSettings, PoolSettings
 from splitserve.deploy.config import ConfigError, ServeSettings, app_settings, serve_settings
 from splitserve.engine.settings import EngineSettings, SimulationSettings
 
@@ -36,7 +36,14 @@ def structs_of(kind: Any, found: set[type]) -> set[type]:
 
 def test_every_field_of_every_section_has_a_default() -> None:
     sections = structs_of(ServeSettings, set())
-    assert sections == {ServeSettings, EngineSettings, SimulationSettings, GatewaySettings, PoolSettings}
+    assert sections == {
+        ServeSettings,
+        EngineSettings,
+        SimulationSettings,
+        GatewaySettings,
+        ListenSettings,
+        PoolSettings,
+    }
     for section in sections:
         section()
         assert section.__struct_config__.frozen  # type: ignore[attr-defined]
@@ -58,8 +65,7 @@ def test_what_the_file_says_is_taken(written: Any) -> None:
     settings = serve_settings(
         written(
             """
-            host: 0.0.0.0
-            port: 9000
+            listen: {host: 0.0.0.0, port: 9000}
             gateways: 2
             engine: {model: /models/m, max_model_tokens: 4096, simulation: {pages: 3}}
             prefill: {workers: 2, cpus: 0.5}
@@ -68,7 +74,8 @@ def test_what_the_file_says_is_taken(written: Any) -> None:
         ),
         {},
     )
-    assert (settings.host, settings.port, settings.gateways, settings.served_name) == ("0.0.0.0", 9000, 2, "m")
+    assert settings.listen == ListenSettings(host="0.0.0.0", port=9000)
+    assert (settings.gateways, settings.served_name) == (2, "m")
     assert settings.engine == EngineSettings(
         model="/models/m", max_model_tokens=4096, simulation=SimulationSettings(pages=3)
     )
@@ -88,8 +95,8 @@ def test_the_served_name_is_the_model_where_none_is_given() -> None:
         ("engine: {simulation: {page: 1}}", ["`page`", "$.engine.simulation"]),
         ("decode: {worker: 1}", ["`worker`", "$.decode"]),
         ("1: 2", ["`$`"]),
-        ("port: high", ["`int`", "`str`", "$.port"]),
-        ("port: 70000", ["65535", "$.port"]),
+        ("listen: {port: high}", ["`int`", "`str`", "$.listen.port"]),
+        ("listen: {port: 70000}", ["65535", "$.listen.port"]),
         ("gateways: 0", [">= 1", "$.gateways"]),
         ("gateways: true", ["`int`", "`bool`", "$.gateways"]),
         ("prefill: {workers: 0}", [">= 1", "$.prefill.workers"]),
@@ -107,9 +114,9 @@ def test_a_wrong_key_or_value_is_named_with_its_path(written: Any, content: str,
     assert [part for part in named if part not in str(raised.value)] == []
 
 
-def test_host_and_port_are_not_for_an_application_under_serve() -> None:
-    with pytest.raises(ConfigError, match="unknown field `port`"):
-        app_settings({"port": 8000})
+def test_the_ray_cluster_is_not_for_an_application_under_serve() -> None:
+    with pytest.raises(ConfigError, match="unknown field `ray_address`"):
+        app_settings({"ray_address": "auto"})
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -130,7 +137,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         pytest.param("\tengine: {}", id="tab"),
         pytest.param("engine: *nowhere", id="alias"),
         pytest.param("engine: !!python/object:os.system {}", id="Python object"),
-        pytest.param("host: 2020-99-99", id="no date"),
+        pytest.param("ray_address: 2020-99-99", id="no date"),
         pytest.param(b"\xff\xfe\x00", id="bytes"),
         pytest.param("a: 1\n---\nb: 2", id="two documents"),
     ],
@@ -147,10 +154,10 @@ def test_a_file_without_keys_is_refused(written: Any, content: str, kind: str) -
 
 
 def test_overrides_go_over_the_file_and_leave_the_rest(written: Any) -> None:
-    file = written("engine: {model: m, page_tokens: 8}\nport: 9000")
-    settings = serve_settings(file, {"engine.model": "other", "port": 9001, "decode.workers": 3})
+    file = written("engine: {model: m, page_tokens: 8}\nlisten: {port: 9000}")
+    settings = serve_settings(file, {"engine.model": "other", "listen.port": 9001, "decode.workers": 3})
     assert settings.engine == EngineSettings(model="other", page_tokens=8)
-    assert (settings.port, settings.decode.workers, settings.prefill.workers) == (9001, 3, 1)
+    assert (settings.listen.port, settings.decode.workers, settings.prefill.workers) == (9001, 3, 1)
 
 
 def test_an_override_of_one_pool_leaves_the_other_one_that_shares_its_anchor(written: Any) -> None:
@@ -170,3 +177,15 @@ def test_a_wrong_override_is_named() -> None:
         serve_settings(None, {"prefill.workers": 0})
     with pytest.raises(ConfigError, match="unknown field `nothing`"):
         serve_settings(None, {"gateway.nothing": 0})
+
+
+@pytest.mark.parametrize("value", [0, -1, 90_000, float("inf"), float("nan")])
+def test_deadlines_of_the_hand_over_are_bounded(value: float) -> None:
+    with pytest.raises(ConfigError, match="lease_s"):
+        app_settings({"engine": {"lease_s": value}})
+
+
+def test_a_page_hash_key_is_measured_in_bytes() -> None:
+    assert app_settings({"engine": {"page_hash_key": "k" * 64}}).engine.page_hash_key == "k" * 64
+    with pytest.raises(ConfigError, match="page_hash_key"):
+        app_settings({"engine": {"page_hash_key": "ü" * 64}})

@@ -51,5 +51,5 @@ def test_the_commands_own_file_shows_every_key_with_its_default() -> None:
     shown = yaml.safe_load(file.read_text())
     assert set(shown) == set(ServeSettings.__struct_fields__)
     defaults = ServeSettings()
-    for section in ("engine", "gateway", "prefill", "decode"):
+    for section in ("listen", "engine", "gateway", "prefill", "decode"):
         assert set(shown[section]) == set(getattr(defaults, section).__struct_fields__)

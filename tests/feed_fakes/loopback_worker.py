@@ -10,7 +10,7 @@ WAIT_S = 10.0  # longest wait for what must come
 
 
 class LoopbackWorker:
-    """Leaving its context waits for everybody to disconnect."""
+    """Leaving its context ends all connections."""
 
     def __init__(self, name: str = "w") -> None:
         self.connections: list[Connection] = []
@@ -31,8 +31,7 @@ class LoopbackWorker:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.server._server is not None:
-            self.server._server.close()
+        self.server.close()
         while self.connections and error is None:
             await self.next()
 

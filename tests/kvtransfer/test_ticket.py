@@ -131,3 +131,9 @@ def test_b016_ids_are_made_by_the_system_and_differ() -> None:
     ids = {new_ticket_id() for _ in range(1000)}
     assert len(ids) == 1000
     assert {len(ticket_id) for ticket_id in ids} == {32}
+
+
+def test_deep_nesting_is_a_ticket_error() -> None:
+    deep = b"\x81\xa1x" * 100_000 + b"\xc0"
+    with pytest.raises(TicketError, match="nested"):
+        Ticket.decode(deep[:4000])
