@@ -55,10 +55,11 @@ class RequestPath:
         Raises NoWorker and WorkerLost, before or after the first item.
         """
         name = secrets.token_hex(8)
-        request = Request(RequestId(name), tuple(prompt), self._hasher.chain(prompt), sampling)
+        original = Request(RequestId(name), tuple(prompt), self._hasher.chain(prompt), sampling)
+        drawn: list[int] = []
         loss: LegLost | None = None
         for attempt in range(self._settings.attempts):
-            request = replace(request, request_id=RequestId(f"{name}-{attempt}"))
+            request = replace(self._advanced(original, drawn), request_id=RequestId(f"{name}-{attempt}"))
             try:
                 placement = await self._place(request)
                 if attempt:
@@ -66,10 +67,10 @@ class RequestPath:
                 async with aclosing(self._attempt(request, placement)) as items:
                     async for tokens in items:
                         # What a later worker finds in its cache was not saved on the client's prompt.
-                        yield tokens if len(request.prompt) == len(prompt) else Tokens(tokens.token_ids, tokens.finish)
+                        yield Tokens(tokens.token_ids, tokens.finish) if drawn else tokens
                         if tokens.finish is not None:
                             return
-                        request = self._advanced(request, tokens.token_ids)
+                        drawn += tokens.token_ids
             except LegLost as lost:
                 loss = lost
         raise WorkerLost(f"The request was lost on its way {self._settings.attempts} times, at last because: {loss}.")
