@@ -7,7 +7,17 @@ import secrets
 from collections.abc import Callable
 
 from splitserve.cluster.outbox import Outbox
-from splitserve.cluster.wire import Abort, Decode, Hello, Prefill, WireError, WorkerEndpoint, frame, read_command
+from splitserve.cluster.wire import (
+    Abort,
+    Decode,
+    Hello,
+    Prefill,
+    WireError,
+    WorkerEndpoint,
+    frame,
+    read_command,
+    read_hello,
+)
 
 logger = logging.getLogger("ray.serve")
 
@@ -64,7 +74,7 @@ class FeedServer:
         self._writers.add(writer)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = await read_command(reader)
+                hello = await read_hello(reader)
             if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), self._token.encode()):
                 logger.warning("a connection without the right token was refused")
                 return

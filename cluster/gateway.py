@@ -38,7 +38,7 @@ class Gateway:
         max_body_bytes = self._settings.gateway.max_body_bytes
         if self._settings.listen is not None:
             app = build_asgi_app(self._service, max_body_bytes)
-            self._listener = HttpListener(app, self._settings.listen)
+            self._listener = HttpListener(app, self._settings.listen, shared=self._settings.gateways > 1)
             await self._listener.start()
         return build_asgi_app(self._service, max_body_bytes, echo_request_ids=False)  # Serve echoes them itself
 

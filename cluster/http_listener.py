@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.applications import Starlette
 
+from splitserve.cluster.bounded_http import BoundedHttp
 from splitserve.cluster.settings import ListenSettings
 
 BACKLOG = 2048
@@ -28,21 +29,28 @@ class _Server(uvicorn.Server):
 class HttpListener:
     """Serves one application on one address, on the running event loop."""
 
-    def __init__(self, app: Starlette, settings: ListenSettings) -> None:
+    def __init__(self, app: Starlette, settings: ListenSettings, shared: bool) -> None:
+        """``shared``: other gateways of this node may listen on the same port. If not, a taken port is an error."""
         self._settings = settings
+        self._shared = shared
         config = uvicorn.Config(
-            app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=int(settings.shutdown_s)
+            app,
+            http=BoundedHttp,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(settings.shutdown_s),
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen. Several gateways of one node share the port. Raises OSError, which names the address."""
+        """Listen. Raises OSError, which names the address."""
         family = socket.AF_INET6 if ":" in self._settings.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(self._shared))
             listener.bind((self._settings.host, self._settings.port))
             listener.listen(BACKLOG)
         except OSError as error:

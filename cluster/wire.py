@@ -14,6 +14,7 @@ from splitserve.engine.protocol import Request, RequestId, StepReport
 
 T = TypeVar("T")
 
+MAX_HELLO_BYTES = 4 << 10  # its sender is a stranger yet, and must not cost much memory
 MAX_COMMAND_BYTES = 16 << 20
 MAX_REPORT_BYTES = 64 << 20
 LENGTH_BYTES = 4
@@ -70,6 +71,11 @@ def frame(message: Command | StepReport) -> bytes:
     """The message as it goes over the wire."""
     body = _encoder.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+async def read_hello(reader: asyncio.StreamReader) -> Command:
+    """The first frame, which is a short one. Raises like ``read_command``."""
+    return _decode(_command, await _read_body(reader, MAX_HELLO_BYTES))
 
 
 async def read_command(reader: asyncio.StreamReader) -> Command:

@@ -145,16 +145,18 @@ class Worker:
         """On the engine's thread: hand the report to the event loop, at most one step ahead of it."""
         if self._events is None:
             return
-        self._taken.acquire(timeout=TAKEN_WAIT_S)
-        self._events.call_soon_threadsafe(self._distribute, report)
+        waited = self._taken.acquire(timeout=TAKEN_WAIT_S)
+        self._events.call_soon_threadsafe(self._distribute, report, waited)
 
     def _engine_ended(self) -> None:
         """On the engine's thread: nothing comes any more, so gateways must not wait for it."""
         if self._events is not None:
             self._events.call_soon_threadsafe(self._server.close)
 
-    def _distribute(self, report: LoopReport) -> None:
-        self._taken.release()
+    def _distribute(self, report: LoopReport, in_turn: bool) -> None:
+        """``in_turn``: the engine's thread has waited for the report before; else it went on without."""
+        if in_turn:
+            self._taken.release()
         updates: defaultdict[Connection | None, list[SequenceUpdate]] = defaultdict(list)
         for update in report.result.updates:
             updates[self._connection_of.get(update.request_id)].append(update)
@@ -184,8 +186,8 @@ class Worker:
         )
 
     def _say(self, line: str) -> None:
-        """A line of progress for whoever watches the start."""
-        print(f"{self._role} worker {self._id}: {line}", flush=True)
+        """A line of progress for whoever watches the start: past Serve's logger, which Ray shows nobody."""
+        print(f"{self._role} worker {self._id}: {line}", file=sys.__stdout__, flush=True)
 
 
 def warm_up(engine: Engine) -> None:

@@ -40,9 +40,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for a failure to start, 2 for wrong options or configuration."""
+    """Returns the exit status: 0, 1 for a failure to start, 2 for wrong options or configuration, 130 for Ctrl-C
+    before anything was started.
+    """
     options: dict[str, Any] = vars(parser().parse_args(argv))
     del options["command"]
+    try:
+        return _serve(options)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(options: dict[str, Any]) -> int:
     prepare_ray_environment()  # so what imports Ray is imported after it
 
     from splitserve.deploy.config import ConfigError, serve_settings

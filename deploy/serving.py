@@ -13,8 +13,10 @@ from types import FrameType
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import ProxyLocation
-from ray.serve.schema import ServeStatus
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from splitserve.cluster.application import application
 from splitserve.cluster.settings import ListenSettings
@@ -36,7 +38,12 @@ def serve_until_stopped(settings: ServeSettings) -> None:
     started = time.monotonic()
     stop = threading.Event()
     _check_port(settings.listen)
-    with _stopping_on_signals(stop), _ray(settings) as joined, _application(settings, joined, stop):
+    with (
+        _stopping_on_signals(stop),
+        _ray(settings) as joined,
+        _stopping_on_signals(stop),  # again: Ray has put its own handler in place of ours
+        _application(settings, joined, stop),
+    ):
         if not stop.is_set():
             print(_closing_line(settings, time.monotonic() - started), flush=True)
         while not stop.wait(1.0):
@@ -124,26 +131,25 @@ def _deploy(settings: ServeSettings, stop: threading.Event) -> None:
     """Start the application and say how far it is until it runs, fails, or is to stop."""
     counts = f"{settings.prefill.workers} prefill and {settings.decode.workers} decode"
     say(f"starting {counts} workers with {settings.engine.model}")
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            serve.run(application(settings), name=APP_NAME, route_prefix="/")
-        except BaseException as error:
-            failure.append(error)
-
-    deploying = threading.Thread(target=run, name="deploy", daemon=True)
-    deploying.start()
+    target = serve.RunTarget(application(settings), name=APP_NAME, route_prefix="/")
+    try:
+        # Waiting for it is done here: Serve's own wait, once Ray is shut down, would go and join another cluster.
+        serve.run_many([target], wait_for_applications_running=False)
+    except (RayError, RayServeException, RuntimeError, TimeoutError) as error:
+        raise StartFailed(str(error)) from error
     started = said_at = time.monotonic()
     said = ""
-    while deploying.is_alive() and not stop.is_set():
-        deploying.join(0.25)
-        line = _stage(serve.status())
-        if line and (line != said or time.monotonic() - said_at >= QUIET_S):
+    while not stop.wait(0.25):
+        status = serve.status()
+        app = status.applications.get(APP_NAME)
+        if app is not None and app.status is ApplicationStatus.RUNNING:
+            return
+        if app is not None and app.status is ApplicationStatus.DEPLOY_FAILED:
+            raise StartFailed(_reason(status) or "the application could not be deployed")
+        line = _stage(status)
+        if line != said or time.monotonic() - said_at >= QUIET_S:
             say(f"{line} ({time.monotonic() - started:.0f} s)")
             said, said_at = line, time.monotonic()
-    if failure:
-        raise StartFailed(_reason(serve.status()) or str(failure[0]))
 
 
 def _stage(status: ServeStatus) -> str:

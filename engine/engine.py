@@ -221,6 +221,9 @@ class Engine:
     def _start_receptions(self) -> None:
         while self._to_receive:
             sequence = self._to_receive[0]
+            waiting = self._scheduler.waiting
+            if waiting and waiting[0].arrival < sequence.arrival:
+                return  # nobody overtakes: the oldest gets the next pages
             if not self._scheduler.reserve(sequence, keep_last_token=True):
                 return
             self._to_receive.popleft()

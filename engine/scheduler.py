@@ -60,8 +60,10 @@ class Scheduler:
         """The next step. Empty when nothing can be computed. Pages for what it contains are owned by the sequences."""
         budget = self._limits.step_tokens
         planned: list[tuple[Sequence, Chunk]] = []
-        decoding = [s for s in self.running if s.left_to_compute == 1]
-        prefilling = [s for s in self.running if s.left_to_compute > 1]
+        # Receptions may bring more than fit into a step; the oldest come first, so that each has its turn.
+        oldest = self.running[: self._limits.max_running]
+        decoding = [s for s in oldest if s.left_to_compute == 1]
+        prefilling = [s for s in oldest if s.left_to_compute > 1]
         for sequence in decoding + prefilling:
             if budget < 1:
                 break

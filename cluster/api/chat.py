@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from uuid import uuid4
 
-from splitserve.cluster.api.context import check_bytes, fit_max_tokens
+from splitserve.cluster.api.context import check_bytes, check_messages, fit_max_tokens
 from splitserve.cluster.api.fields import Fields
 from splitserve.cluster.api.generation import Generation, check_model
 from splitserve.cluster.api.messages import read_messages, text_bytes
@@ -40,6 +40,7 @@ async def read_chat(service: Service, body: Json) -> Generation:
     include_usage = read_include_usage(fields)
     messages = read_messages(fields.require("messages"))
     refuse_rest(fields.rest)
+    check_messages(service, len(messages), "messages")
     check_bytes(service, text_bytes(messages), "messages")
     prompt = await service.tokenize_chat(messages)
     max_tokens = fit_max_tokens(service, len(prompt), options, None, "messages")

@@ -4,8 +4,8 @@ from splitserve.cluster.api.errors import BadRequest, ContextTooLong
 from splitserve.cluster.api.options import Options
 from splitserve.cluster.api.service import ContextLimit, Service
 
-# A vocabulary's longest tokens are runs of blanks of about this length; ordinary text has 3 to 5 bytes per token.
-MAX_BYTES_PER_TOKEN = 32
+# Ordinary text has 3 to 5 bytes per token; only long runs of blanks or of one sign come near this.
+MAX_BYTES_PER_TOKEN = 16
 
 
 def check_bytes(service: Service, text_bytes: int, param: str) -> None:
@@ -17,6 +17,18 @@ def check_bytes(service: Service, text_bytes: int, param: str) -> None:
             f"The prompt has {text_bytes} bytes; the maximum context length of {limit.name} is {limit.tokens} tokens, "
             f"for which more than {limit_bytes} bytes are not considered.",
             param,
+        )
+
+
+def check_messages(service: Service, count: int, param: str) -> None:
+    """Refuse a conversation that is sure to be too long without rendering it: each message takes at least one token.
+
+    Raises ``ContextTooLong``.
+    """
+    limit = _tightest(service)
+    if count > limit.tokens:
+        raise ContextTooLong(
+            f"There are {count} messages; the maximum context length of {limit.name} is {limit.tokens} tokens.", param
         )
 
 

@@ -9,6 +9,8 @@
     ├── ModelNotFound
     ├── NotFound
     ├── MethodNotAllowed
+    ├── HeadTimeout
+    ├── HeadTooLarge
     ├── BodyTimeout
     ├── BodyTooLarge
     ├── Overloaded             too much is queued; later works
@@ -82,6 +84,14 @@ class MethodNotAllowed(ApiError):
     """The path exists, the method does not."""
 
 
+class HeadTimeout(ApiError):
+    """Request line and headers arrive too slowly."""
+
+
+class HeadTooLarge(ApiError):
+    """Request line and headers exceed the limit in bytes."""
+
+
 class BodyTimeout(ApiError):
     """The body arrives too slowly."""
 
@@ -130,6 +140,8 @@ ANSWERS: dict[type[ApiError], Answer] = {
     ModelNotFound: Answer(404, "invalid_request_error", "model_not_found", False),
     NotFound: Answer(404, "invalid_request_error", "not_found", False),
     MethodNotAllowed: Answer(405, "invalid_request_error", "method_not_allowed", False),
+    HeadTimeout: Answer(408, "invalid_request_error", "head_timeout", True),
+    HeadTooLarge: Answer(431, "invalid_request_error", "head_too_large", False),
     BodyTimeout: Answer(408, "invalid_request_error", "body_timeout", True),
     BodyTooLarge: Answer(413, "invalid_request_error", "body_too_large", False),
     Overloaded: Answer(429, "server_error", "overloaded", True),

@@ -113,8 +113,8 @@ class Server:
         return total > 0 and held == 0 and running == 0 and parts == total
 
     def workers(self, pool: str) -> list[int]:
-        """Process ids of a pool's workers."""
-        return replica_pids(f"ServeReplica:splitserve:{pool}")
+        """Process ids of a pool's workers on the Ray that this server has started."""
+        return [pid for pid in replica_pids(f"ServeReplica:splitserve:{pool}") if self.process.pid in ancestors(pid)]
 
 
 def replica_pids(name: str) -> list[int]:
@@ -129,3 +129,16 @@ def replica_pids(name: str) -> list[int]:
             if name.encode() in title and title.startswith(b"ray::"):
                 found.append(int(entry.name))
     return sorted(found)
+
+
+def ancestors(pid: int) -> set[int]:
+    """``pid`` and the processes above it."""
+    found = set()
+    while pid > 1:
+        found.add(pid)
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        pid = int(stat.rpartition(")")[2].split()[1])
+    return found

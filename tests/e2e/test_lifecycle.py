@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.server import Server
+from e2e.server import Server, ancestors, replica_pids
 
 BIN = Path(sys.executable).parent
 NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}  # a token is shared by a file in the home folder, which tests leave alone
@@ -58,8 +58,8 @@ def test_two_workers_of_each_role_share_the_work_and_ctrl_c_leaves_nothing(confi
 
 
 @pytest.fixture
-def cluster_address(tmp_path: Path) -> Iterator[str]:
-    """A Ray cluster as an administrator starts it, with the environment variable that its users need."""
+def cluster(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    """Address and process id of a Ray cluster as an administrator starts it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -69,14 +69,15 @@ def cluster_address(tmp_path: Path) -> Iterator[str]:
             [*command, f"--port={port}"], stdout=log, stderr=subprocess.STDOUT, env=os.environ | NO_TOKEN
         )
         try:
-            yield f"127.0.0.1:{port}"
+            yield f"127.0.0.1:{port}", head.pid
         finally:
             head.terminate()
             head.wait(60.0)
 
 
-def test_a_running_cluster_is_joined_and_left_running(config: Path, tmp_path: Path, cluster_address: str) -> None:
-    join = ["--config", str(config), "--ray-address", cluster_address]
+def test_a_running_cluster_is_joined_and_left_running(config: Path, tmp_path: Path, cluster: tuple[str, int]) -> None:
+    address, head = cluster
+    join = ["--config", str(config), "--ray-address", address]
     server = Server(tmp_path / "joined.log", *join, env=NO_TOKEN)
     try:
         server.wait_until_ready()
@@ -85,13 +86,14 @@ def test_a_running_cluster_is_joined_and_left_running(config: Path, tmp_path: Pa
         assert second.process.wait(60.0) == 1
         assert "is running on this Ray cluster already" in second.log.read_text()
         assert server.complete(prompt=[1, 2, 3], max_tokens=2)["usage"]["completion_tokens"] == 2
-        pids = server.workers("Gateway") + server.workers("DecodePool")
+        pids = [pid for pid in replica_pids("ServeReplica:splitserve") if head in ancestors(pid)]
+        assert len(pids) == 3
     finally:
         status = server.stop()
     assert status == 0
     assert "joined the running Ray cluster" in server.log.read_text()
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
-    with socket.create_connection(cluster_address.split(":"), timeout=5.0):
+    with socket.create_connection(address.split(":"), timeout=5.0):
         pass  # the head still answers
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from splitserve.engine.engine import RequestRefused
 from splitserve.engine.protocol import FinishReason, Request, RequestId
+from splitserve.engine.scheduler import SchedulerLimits
 
 Make = Callable[..., Any]
 LENGTHS = [1, 3, 4, 5, 8, 23, 33]
@@ -169,3 +170,36 @@ def test_the_sender_is_gone(make_engine: Make) -> None:
     decode.run("r")
     assert [first, *decode.tokens["r"]] == one.tokens["r"]
     assert decode.total("splitserve_kv_recomputed_total") == 1
+
+
+def test_receptions_do_not_overtake_an_older_request_that_waits_for_pages(make_engine: Make) -> None:
+    """The oldest gets the next pages, also while tickets for younger requests keep coming."""
+    prefill, decode = make_engine("p"), make_engine("d", pages=12)
+
+    def hand_on(name: str) -> None:
+        request = prefilled(prefill, name, [int(name)] * 5, max_tokens=12)
+        decode.engine.add(following(decode, request, prefill.tokens[name][0]), ticket=prefill.ticket(name))
+
+    hand_on("0")
+    decode.step()
+    decode.engine.add(decode.request("old", [7] * 40, 2))
+    for number in range(1, 40):
+        hand_on(str(number))
+        for _ in range(6):
+            decode.step()
+            prefill.step()
+    assert "old" in decode.finished
+    decode.run("old", *map(str, range(40)))
+
+
+def test_a_step_has_no_more_sequences_than_allowed_however_many_arrive(make_engine: Make) -> None:
+    prefill = make_engine("p", pages=128)
+    decode = make_engine("d", pages=128, limits=SchedulerLimits(64, 16, max_running=3))
+    names = [str(number) for number in range(10)]
+    for name in names:
+        request = prefilled(prefill, name, [int(name)] * 5, max_tokens=9)
+        decode.engine.add(following(decode, request, prefill.tokens[name][0]), ticket=prefill.ticket(name))
+    while len(decode.finished) < len(names):
+        assert decode.step().decode_tokens <= 3
+    prefill.step()
+    assert decode.total("splitserve_kv_transfers_total") == len(names)
