@@ -48,7 +48,7 @@ class Worker:
     The role says which legs the worker should be given; its engine can compute any.
     """
 
-    def __init__(self, settings: EngineSettings, role: str, vocab_size: int | None = None) -> None:
+    def __init__(self, settings: EngineSettings, role: str) -> None:
         started = time.monotonic()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._role = Role(role)
@@ -65,7 +65,6 @@ class Worker:
             self._id,
             self._incarnation,
             lambda memory: NixlTransport(f"{self._id}-{self._incarnation}", memory),
-            vocab_size,
             self._say,
         )
         self._facts = WorkerFacts(settings.page_tokens, built.runner.num_pages, built.runner.max_model_tokens)

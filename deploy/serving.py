@@ -21,9 +21,9 @@ from ray.serve.schema import ApplicationStatus, ServeStatus
 from splitserve.cluster.application import application
 from splitserve.cluster.settings import ListenSettings
 from splitserve.deploy.config import ServeSettings
+from splitserve.deploy.progress import Progress
 
 APP_NAME = "splitserve"
-QUIET_S = 5.0  # a line at least this often while it starts
 STOP_TIMEOUT_S = 15.0
 
 
@@ -40,20 +40,17 @@ def serve_until_stopped(settings: ServeSettings) -> None:
     _check_port(settings.listen)
     with (
         _stopping_on_signals(stop),
-        _ray(settings) as joined,
+        Progress() as progress,
+        _ray(settings, progress) as joined,
         _stopping_on_signals(stop),  # again: Ray has put its own handler in place of ours
-        _application(settings, joined, stop),
+        _application(settings, joined, stop, progress),
     ):
         if not stop.is_set():
+            progress.rest()
             print(_closing_line(settings, time.monotonic() - started), flush=True)
         while not stop.wait(1.0):
             pass
-        say("stopping")
-
-
-def say(line: str) -> None:
-    """One line of progress for whoever waits."""
-    print(f"splitserve: {line}", flush=True)
+        progress.say("stopping")
 
 
 @contextmanager
@@ -70,16 +67,16 @@ def _stopping_on_signals(stop: threading.Event) -> Iterator[None]:
 
 
 @contextmanager
-def _ray(settings: ServeSettings) -> Iterator[bool]:
+def _ray(settings: ServeSettings, progress: Progress) -> Iterator[bool]:
     """Ray, joined if it runs already (True), else started here and shut down at the end (False)."""
-    joined = _join_ray(settings.ray_address) or _start_ray(settings)
+    joined = _join_ray(settings.ray_address, progress) or _start_ray(settings, progress)
     try:
         yield joined
     finally:
         ray.shutdown()
 
 
-def _join_ray(address: str) -> bool:
+def _join_ray(address: str, progress: Progress) -> bool:
     """Raises StartFailed when a cluster that was named by its address is not there."""
     if address == "local":
         return False
@@ -89,13 +86,13 @@ def _join_ray(address: str) -> bool:
         if address == "auto":
             return False
         raise StartFailed(f"no Ray cluster answers at {address}: {error}") from error
-    say("joined the running Ray cluster")
+    progress.say("joined the running Ray cluster")
     return True
 
 
-def _start_ray(settings: ServeSettings) -> bool:
+def _start_ray(settings: ServeSettings, progress: Progress) -> bool:
     """With as many logical CPUs as the workers reserve: there may be more workers than cores."""
-    say("starting Ray on this machine")
+    progress.say("starting Ray on this machine")
     reserved = sum(pool.workers * pool.cpus for pool in (settings.prefill, settings.decode))
     ray.init(
         address="local",
@@ -107,11 +104,11 @@ def _start_ray(settings: ServeSettings) -> bool:
 
 
 @contextmanager
-def _application(settings: ServeSettings, joined: bool, stop: threading.Event) -> Iterator[None]:
+def _application(settings: ServeSettings, joined: bool, stop: threading.Event, progress: Progress) -> Iterator[None]:
     serve_ran_before = _serve_runs()
     if serve_ran_before and APP_NAME in serve.status().applications:
         raise StartFailed(f"an application called {APP_NAME} is running on this Ray cluster already")
-    say("starting Ray Serve")
+    progress.say("starting Ray Serve")
     if not serve_ran_before:
         serve.start(proxy_location=ProxyLocation.Disabled)  # gateways listen by themselves
 
@@ -121,24 +118,22 @@ def _application(settings: ServeSettings, joined: bool, stop: threading.Event) -
             serve.shutdown()
 
     try:
-        _deploy(settings, stop)
+        _deploy(settings, stop, progress)
         yield
     finally:
         _within(STOP_TIMEOUT_S, take_down)
 
 
-def _deploy(settings: ServeSettings, stop: threading.Event) -> None:
+def _deploy(settings: ServeSettings, stop: threading.Event, progress: Progress) -> None:
     """Start the application and say how far it is until it runs, fails, or is to stop."""
     counts = f"{settings.prefill.workers} prefill and {settings.decode.workers} decode"
-    say(f"starting {counts} workers with {settings.engine.model}")
+    progress.say(f"starting {counts} workers with {settings.engine.model}")
     target = serve.RunTarget(application(settings), name=APP_NAME, route_prefix="/")
     try:
         # Waiting for it is done here: Serve's own wait, once Ray is shut down, would go and join another cluster.
         serve.run_many([target], wait_for_applications_running=False)
     except (RayError, RayServeException, RuntimeError, TimeoutError) as error:
         raise StartFailed(str(error)) from error
-    started = said_at = time.monotonic()
-    said = ""
     while not stop.wait(0.25):
         status = serve.status()
         app = status.applications.get(APP_NAME)
@@ -146,10 +141,7 @@ def _deploy(settings: ServeSettings, stop: threading.Event) -> None:
             return
         if app is not None and app.status is ApplicationStatus.DEPLOY_FAILED:
             raise StartFailed(_reason(status) or "the application could not be deployed")
-        line = _stage(status)
-        if line != said or time.monotonic() - said_at >= QUIET_S:
-            say(f"{line} ({time.monotonic() - started:.0f} s)")
-            said, said_at = line, time.monotonic()
+        progress.say(_stage(status))
 
 
 def _stage(status: ServeStatus) -> str:

@@ -18,6 +18,8 @@ from splitserve.engine.step import Chunk, Runner
 from splitserve.kvtransfer.transport import PoolMemory, Transport
 
 SIMULATED_MODEL_TOKENS = 1 << 17
+SIMULATED_VOCAB = 32_000  # ids that the gateway's tokenizer knows, whichever it is
+LINE_S = 2.0  # between two lines about weights that are being loaded
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,14 @@ def build_engine(
     worker: WorkerId,
     incarnation: int,
     make_transport: Callable[[PoolMemory], Transport],
-    vocab_size: int | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> BuiltEngine:
     """Load the model, size the pool, register it with a transport. Blocking: seconds to minutes.
 
-    ``vocab_size`` is for the simulated runner only, whose tokens some tokenizer must know.
     Raises ``weights.ModelLoadError`` for what is wrong with the model's files.
     """
     runner = (
-        _simulated_runner(settings, settings.simulation, vocab_size or 32_000)
-        if settings.simulation
-        else _model_runner(settings, progress)
+        _simulated_runner(settings, settings.simulation) if settings.simulation else _model_runner(settings, progress)
     )
     transport = make_transport(runner.memory())
     counters = Counters()
@@ -77,7 +75,7 @@ def page_hasher(settings: EngineSettings) -> PageHasher:
     return PageHasher(settings.page_tokens, settings.page_hash_key.encode(), context)
 
 
-def _simulated_runner(settings: EngineSettings, simulation: SimulationSettings, vocab_size: int) -> Runner:
+def _simulated_runner(settings: EngineSettings, simulation: SimulationSettings) -> Runner:
     def step_seconds(chunks: Sequence[Chunk]) -> float:
         decoding = sum(1 for chunk in chunks if chunk.start and len(chunk.token_ids) == 1)
         prompt_tokens = sum(len(chunk.token_ids) for chunk in chunks) - decoding
@@ -86,7 +84,7 @@ def _simulated_runner(settings: EngineSettings, simulation: SimulationSettings, 
     return SimulatedRunner(
         num_pages=simulation.pages,
         page_tokens=settings.page_tokens,
-        vocab_size=vocab_size,
+        vocab_size=SIMULATED_VOCAB,
         max_model_tokens=settings.max_model_tokens or SIMULATED_MODEL_TOKENS,
         step_seconds=step_seconds,
     )
@@ -105,8 +103,13 @@ def _model_runner(settings: EngineSettings, progress: Callable[[str], None]) -> 
     if device == "cpu":
         torch.set_num_threads(settings.threads or os.cpu_count() or 1)
 
+    said_at = time.monotonic()
+
     def report(done: int, total: int, loaded_bytes: int) -> None:
-        progress(f"weights {done}/{total} tensors, {loaded_bytes / 1e6:.0f} MB")
+        nonlocal said_at
+        if done == total or time.monotonic() - said_at >= LINE_S:
+            said_at = time.monotonic()
+            progress(f"weights {done}/{total} tensors, {loaded_bytes / 1e6:.0f} MB")
 
     return ModelRunner(
         open_model(settings.model),
