@@ -22,6 +22,7 @@ from splitserve.cluster.application import application
 from splitserve.cluster.settings import ListenSettings
 from splitserve.deploy.config import ServeSettings
 from splitserve.deploy.progress import Progress
+from splitserve.deploy.ray_environment import cluster_of_this_machine
 
 APP_NAME = "splitserve"
 STOP_TIMEOUT_S = 15.0
@@ -78,14 +79,13 @@ def _ray(settings: ServeSettings, progress: Progress) -> Iterator[bool]:
 
 def _join_ray(address: str, progress: Progress) -> bool:
     """Raises StartFailed when a cluster that was named by its address is not there."""
-    if address == "local":
+    named = address if address not in ("auto", "local") else os.environ.get("RAY_ADDRESS")
+    if address == "local" or not (named or cluster_of_this_machine()):
         return False
     try:
         ray.init(address=address, logging_level="error")
     except ConnectionError as error:
-        if address == "auto":
-            return False
-        raise StartFailed(f"no Ray cluster answers at {address}: {error}") from error
+        raise StartFailed(f"no Ray cluster answers at {named or address}: {error}") from error
     progress.say("joined the running Ray cluster")
     return True
 
