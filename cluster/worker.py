@@ -186,7 +186,9 @@ class Worker:
 
     def _say(self, line: str) -> None:
         """A line of progress for whoever watches the start: past Serve's logger, which Ray shows nobody."""
-        print(f"{self._role} worker {self._id}: {line}", file=sys.__stdout__, flush=True)
+        if sys.__stdout__ is not None:
+            sys.__stdout__.write(f"{self._role} worker {self._id}: {line}\n")
+            sys.__stdout__.flush()
 
 
 def warm_up(engine: Engine) -> None:
