@@ -57,6 +57,8 @@ def serve_until_stopped(settings: ServeSettings) -> None:
 @contextmanager
 def _stopping_on_signals(stop: threading.Event) -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt  # asked twice: whatever is waited for, don't
         stop.set()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
