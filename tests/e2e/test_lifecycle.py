@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,18 +16,15 @@ NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}  # a token is shared by a file in the h
 SIMULATED = "gateway: {served_name: simulated}\nengine: {simulation: {}}\n"
 
 
-def processes_of_ray() -> set[str]:
-    """Command lines of whatever runs Ray or us."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if "raylet" in command or "gcs_server" in command or command.startswith("ray::"):
-                found.add(f"{entry.name} {command[:100]}")
-    return found
+def descendants(root: int) -> set[int]:
+    """All processes below ``root``."""
+    pids = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    return {pid for pid in pids if pid != root and root in ancestors(pid)}
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Those of ``pids`` that still run."""
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.fixture
@@ -38,7 +35,6 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_two_workers_of_each_role_share_the_work_and_ctrl_c_leaves_nothing(config: Path, tmp_path: Path) -> None:
-    before = processes_of_ray()
     server = Server(tmp_path / "four.log", "--config", str(config), "--prefill", "2", "--decode", "2")
     try:
         server.wait_until_ready()
@@ -51,10 +47,12 @@ def test_two_workers_of_each_role_share_the_work_and_ctrl_c_leaves_nothing(confi
         assert sum(1 for tokens in computed.values() if tokens > 100) == 2
         assert sum(1 for pages in moved.values() if pages > 6) == 2
         assert server.metric("splitserve_kv_transfer_pages_total") == 24 * 3
+        started = descendants(server.process.pid)
+        assert len(started) > 7  # five replicas, and Ray's own
     finally:
         status = server.stop()
     assert status == 0
-    assert processes_of_ray() == before
+    assert alive(started) == []
 
 
 @pytest.fixture
@@ -92,7 +90,7 @@ def test_a_running_cluster_is_joined_and_left_running(config: Path, tmp_path: Pa
         status = server.stop()
     assert status == 0
     assert "joined the running Ray cluster" in server.log.read_text()
-    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+    assert alive(pids) == []
     with socket.create_connection(address.split(":"), timeout=5.0):
         pass  # the head still answers
 
