@@ -58,6 +58,8 @@ class FeedServer:
         """Listen on a free port of ``host``; a second call only tells where. Raises OSError."""
         if self._server is None:
             self._server = await asyncio.start_server(self._serve, host, 0)
+        if not self._server.is_serving():
+            raise ConnectionError(f"worker {self._worker} takes no more connections")
         port = self._server.sockets[0].getsockname()[1]
         return WorkerEndpoint(self._worker, host, port, self._token)
 

@@ -204,3 +204,10 @@ async def test_a_reader_that_stops_reading_costs_one_merged_report(worker: Loopb
         assert numbers == list(range(len(numbers)))
         assert len(numbers) <= behind + 2
         assert tokens == [BIG + step for step in range(3000) for _ in range(1000)]
+
+
+async def test_a_closed_server_says_so_by_name(worker: LoopbackWorker) -> None:
+    endpoint = await worker.server.start("127.0.0.1")
+    worker.server.close()
+    with pytest.raises(ConnectionError, match=f"worker {endpoint.worker} takes no more"):
+        await worker.server.start("127.0.0.1")
