@@ -23,7 +23,7 @@ from splitserve.engine.page_pool import PagePool
 from splitserve.engine.protocol import FinishReason, Load, PageHash, Request, RequestId, SequenceUpdate
 from splitserve.engine.scheduler import Scheduler, SchedulerLimits
 from splitserve.engine.sequence import Sequence, SequenceState
-from splitserve.engine.step import Chunk, Runner
+from splitserve.engine.step import Chunk, ChunkOutput, Runner
 from splitserve.kvtransfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class Engine:
     def _compute(self, plan: list[tuple[Sequence, Chunk]], result: StepResult) -> None:
         started = self._clock()
         try:
-            drawn = self._runner.run([chunk for _, chunk in plan])
+            outputs = self._runner.run([chunk for _, chunk in plan])
         except Exception:
             # The pages of this step are in doubt, so are the requests that own them; everybody else goes on.
             logger.exception("a step failed; its %d requests end with an error", len(plan))
@@ -165,15 +165,16 @@ class Engine:
             return
         result.step_s = self._clock() - started
         self.steps += 1
-        for (sequence, chunk), token in zip(plan, drawn, strict=True):
-            self._advance(sequence, chunk, token, result)
+        for (sequence, chunk), output in zip(plan, outputs, strict=True):
+            self._advance(sequence, chunk, output, result)
         count = self._counters.add
         count("splitserve_steps_total")
         count("splitserve_step_seconds_total", result.step_s)
         count("splitserve_prefill_tokens_total", result.prefill_tokens)
         count("splitserve_decode_tokens_total", result.decode_tokens)
 
-    def _advance(self, sequence: Sequence, chunk: Chunk, token: int | None, result: StepResult) -> None:
+    def _advance(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput, result: StepResult) -> None:
+        token = output.token
         if chunk.start and len(chunk.token_ids) == 1:
             result.decode_tokens += 1
         else:

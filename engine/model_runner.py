@@ -11,9 +11,11 @@ import torch
 from splitserve.engine.attention import clear_fresh_pages
 from splitserve.engine.batch import build_batch
 from splitserve.engine.model_config import ModelConfig
+from splitserve.engine.models.platform import Platform
 from splitserve.engine.models.registry import Model, build_model
+from splitserve.engine.platforms import plain_platform
 from splitserve.engine.sampler import Draw, sample
-from splitserve.engine.step import Chunk
+from splitserve.engine.step import Chunk, ChunkOutput
 from splitserve.engine.weights.loading import Progress, load_weights
 from splitserve.engine.weights.model_files import ModelFiles
 from splitserve.kvtransfer.layout import PageLayout
@@ -62,7 +64,8 @@ class ModelRunner:
         if page_tokens < 1:
             raise ValueError(f"page_tokens must be at least 1, got {page_tokens}")
         self._vocab_size = config.vocab_size
-        self._model = _loaded(model_files, _DTYPES[name], self._device, progress)
+        self._platform = plain_platform(self._device, _DTYPES[name])
+        self._model = _loaded(model_files, self._platform, progress)
         pages = _pool_pages(self._layout, num_pages, kv_memory_bytes, self._device)
         self._pool = torch.zeros((pages, *self._layout.page_shape), dtype=_DTYPES[name], device=self._device)
 
@@ -91,11 +94,10 @@ class ModelRunner:
         index = (self._device.index or 0) if self._device.type == "cuda" else None
         return PoolMemory(self._pool.data_ptr(), self._layout.page_bytes, self.num_pages, self._pool, index)
 
-    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+    def run(self, chunks: Sequence[Chunk]) -> list[ChunkOutput]:
         """Compute every chunk and draw one token after each that samples.
 
-        None where a chunk does not sample, and also where the model's logits are not finite: no token would be right
-        then. Raises ValueError for a chunk that is empty, out of range, or longer than its page table.
+        Raises ValueError for a chunk that is empty, out of range, or longer than its page table.
         """
         if not chunks:
             return []
@@ -103,11 +105,12 @@ class ModelRunner:
             self._check(chunk)
         draws = [Draw(chunk.sample, chunk.end) for chunk in chunks if chunk.sample is not None]
         with torch.inference_mode():
-            batch = build_batch(chunks, self._layout.page_tokens, self._device)
+            batch = build_batch(chunks, self._layout.page_tokens, self._device, self._platform.operations)
             clear_fresh_pages(self._pool, batch)
-            logits = self._model.forward(batch, self._pool)
+            hidden = self._model.forward(batch, self._pool)
+            logits = self._model.logits(hidden.index_select(0, batch.sample_rows))
             drawn = iter(sample(logits, draws) if draws else ())
-        return [next(drawn) if chunk.sample is not None else None for chunk in chunks]
+        return [ChunkOutput(next(drawn)) if chunk.sample is not None else ChunkOutput() for chunk in chunks]
 
     def _check(self, chunk: Chunk) -> None:
         if not chunk.token_ids or chunk.start < 0:
@@ -140,10 +143,11 @@ def _limit(config: ModelConfig, wanted: int | None) -> int:
     return wanted
 
 
-def _loaded(files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: Progress | None) -> Model:
+def _loaded(files: ModelFiles, platform: Platform, progress: Progress | None) -> Model:
     with torch.inference_mode():
-        model = build_model(files.config, dtype, device)
+        model = build_model(files.config, platform)
         load_weights(files, model.destinations(), progress)
+        model.pack()
     return model
 
 

@@ -46,6 +46,15 @@ class SamplingParams(msgspec.Struct, frozen=True):
     seed: int = 0  # 64 bits; the gateway draws one where the client gives none
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    top_k: int = 0  # draw among so many of the likeliest tokens; 0 = among all
+    min_p: float = 0.0  # in [0, 1]: leave out tokens less likely than this times the likeliest
+    repetition_penalty: float = 1.0  # > 0; divides or multiplies logits of tokens seen in prompt or output
+    presence_penalty: float = 0.0  # subtracted once from logits of tokens in the output
+    frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
+    logit_bias: tuple[tuple[TokenId, float], ...] = ()  # added to logits
+    min_tokens: int = 0  # no end-of-sequence or stop token before so many of the output
+    logprobs: int | None = None  # alternatives to report beside each drawn token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens; such a prompt reads nothing from a cache
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -59,6 +68,18 @@ class Request(msgspec.Struct, frozen=True):
     prompt: tuple[TokenId, ...]
     page_hashes: tuple[PageHash, ...]  # of the prompt's full pages, by absolute index
     sampling: SamplingParams
+    drawn: int = 0  # so many of ``prompt``'s last tokens are output that was drawn elsewhere
+    priority: int = 0  # lower goes first; of equals the older
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Natural logarithms of probabilities at one position, of the model's own distribution: before penalties, bias,
+    temperature and cuts.
+    """
+
+    logprob: float  # of the token that is there
+    top_ids: tuple[int, ...] = ()  # the likeliest tokens, likeliest first, ties by id
+    top_logprobs: tuple[float, ...] = ()
 
 
 class SequenceUpdate(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -72,6 +93,9 @@ class SequenceUpdate(msgspec.Struct, array_like=True, omit_defaults=True):
     )
     error: str | None = None  # with ERROR only
     cached_tokens: int | None = None  # prompt tokens not computed because a prefix was cached; with the first token
+    logprobs: list[TokenLogprobs] | None = None  # one for each of ``tokens``, where asked for
+    # One for each prompt token but the first, with the first token, where asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):

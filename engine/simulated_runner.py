@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitserve.engine.protocol import RequestId
-from splitserve.engine.step import Chunk
+from splitserve.engine.step import Chunk, ChunkOutput
 from splitserve.kvtransfer.layout import PageLayout
 from splitserve.kvtransfer.transport import PoolMemory
 
@@ -71,13 +71,13 @@ class SimulatedRunner:
             owner=self._pool,
         )
 
-    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+    def run(self, chunks: Sequence[Chunk]) -> list[ChunkOutput]:
         seconds = self._step_seconds(chunks)
         for chunk in chunks:
             self._check_and_write(chunk)
         if seconds > 0:
             self._sleep(seconds)
-        return [None if c.sample is None else self._draw(c.sample.seed, c.end) for c in chunks]
+        return [ChunkOutput(None if c.sample is None else self._draw(c.sample.seed, c.end)) for c in chunks]
 
     def _draw(self, seed: int, position: int) -> int:
         token = mix(mix(seed & MASK) + position) % self._vocab_size

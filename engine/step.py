@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from splitserve.engine.protocol import PageId, RequestId, SamplingParams
+from splitserve.engine.protocol import PageId, RequestId, SamplingParams, TokenLogprobs
 from splitserve.kvtransfer.layout import PageLayout
 from splitserve.kvtransfer.transport import PoolMemory
 
@@ -18,11 +18,22 @@ class Chunk:
     start: int
     page_table: Sequence[PageId]  # covers at least positions [0, start + len(token_ids)), by absolute page index
     sample: SamplingParams | None  # None: the prompt goes on in a later chunk, draw nothing
-    history: Sequence[int] = ()  # the sequence's tokens [0, end), for runners that check what the pages hold
+    history: Sequence[int] = ()  # the sequence's tokens; at least [0, end)
+    prompt_tokens: int = 0  # ``history`` from here on is output: what penalties and ``min_tokens`` count
+    prompt_logprobs: int | None = None  # alternatives to report of the tokens that follow this chunk's in the prompt
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOutput:
+    """What a step made of one chunk."""
+
+    token: int | None = None  # drawn; None where the chunk does not sample, or its logits were not finite
+    logprobs: TokenLogprobs | None = None  # of ``token``, where ``sample`` asks for it
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of ``history[start + 1 : end + 1]`` as far as it is prompt
 
 
 class Runner(Protocol):
@@ -47,12 +58,11 @@ class Runner(Protocol):
     def memory(self) -> PoolMemory:
         """The pool's memory, for registration with a transport. Stays at this address for the runner's life."""
 
-    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+    def run(self, chunks: Sequence[Chunk]) -> list[ChunkOutput]:
         """Compute every chunk, write its keys and values into the pages, and draw one token after each chunk that
         samples.
 
-        Blocking. Returns one entry per chunk, in order: the drawn token, or None where ``sample`` is None. None for a
-        chunk that samples means that its logits were not finite: that sequence can't go on, the others can. Within a
-        step no page is written by two chunks. Raises only on our own mistakes or a failing device; the step then counts
-        as not done.
+        Blocking. Returns one entry per chunk, in order. No token for a chunk that samples means that its logits were
+        not finite: that sequence can't go on, the others can. Within a step no page is written by two chunks. Raises
+        only on our own mistakes or a failing device; the step then counts as not done.
         """

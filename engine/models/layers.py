@@ -1,24 +1,11 @@
 """Parts that decoder models share."""
 
-from dataclasses import dataclass
 from math import pi
 
 import torch
 
 from splitserve.engine.model_config import Llama3RopeScaling, ModelConfig, RopeDivisors
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """Cosine and sine of the rotary embedding at a step's positions: [tokens, 1, head_dim / 2], model dtype."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate [tokens, heads, head_dim], whose rotary pairs are (i, i + head_dim / 2)."""
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat((first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1)
+from splitserve.engine.operations import Rotary
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
@@ -44,7 +31,7 @@ def _llama3(plain: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Tensor:
     return plain * kept + plain / scaling.factor * (1.0 - kept)
 
 
-def rotary_at(positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> Rotary:
-    """The rotary embedding at ``positions`` [tokens] int64. Angles are float32 whatever the model's dtype."""
-    angles = (positions[:, None].float() * frequencies)[:, None, :]
-    return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
+def rotary_at(positions: torch.Tensor, frequencies: torch.Tensor) -> Rotary:
+    """The rotary embedding at ``positions`` [tokens] int64."""
+    angles = positions[:, None].float() * frequencies
+    return Rotary(angles.cos(), angles.sin())

@@ -8,6 +8,7 @@ import torch
 from splitserve.engine.batch import StepBatch
 from splitserve.engine.model_config import ModelConfig
 from splitserve.engine.models.llama import Llama
+from splitserve.engine.models.platform import Platform
 
 
 class Model(Protocol):
@@ -16,16 +17,21 @@ class Model(Protocol):
     def destinations(self) -> dict[str, torch.Tensor]:
         """Uninitialised parameters by the Hugging Face name of the weight to copy into them."""
 
-    def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
-        """Compute the step, writing keys and values into ``pool``.
+    def pack(self) -> None:
+        """All parameters are loaded: bring them into the form they are used in. Once, before the first step."""
 
-        Returns the logits of ``batch.sample_rows``: [samples, vocab_size] float32.
+    def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
+        """Compute the step, writing keys and values into ``pool``. Returns the last layer's output for every token:
+        [tokens, hidden_size], model dtype.
         """
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows of what ``forward`` returned through the last norm and the output head: [rows, vocab_size] float32."""
 
-MODELS: dict[str, Callable[[ModelConfig, torch.dtype, torch.device], Model]] = {"llama": Llama}
+
+MODELS: dict[str, Callable[[ModelConfig, Platform], Model]] = {"llama": Llama}
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
-    """Allocate a model's parameters on ``device``. ``config.architecture`` is one that ``model_config`` accepts."""
-    return MODELS[config.architecture](config, dtype, device)
+def build_model(config: ModelConfig, platform: Platform) -> Model:
+    """Allocate a model's parameters. ``config.architecture`` is one that ``model_config`` accepts."""
+    return MODELS[config.architecture](config, platform)

@@ -8,6 +8,7 @@ import pytest
 from splitserve.engine.engine import RequestRefused
 from splitserve.engine.protocol import FinishReason, RequestId
 from splitserve.engine.scheduler import SchedulerLimits
+from splitserve.engine.step import ChunkOutput
 
 Make = Callable[..., Any]
 
@@ -151,7 +152,7 @@ def test_a_failing_step_ends_its_requests_and_nobody_else(make_engine: Make, mon
     bench = make_engine()
     bench.engine.add(bench.request("bad", [1, 2], 4))
 
-    def fail(chunks: object) -> list[int | None]:
+    def fail(chunks: object) -> list[ChunkOutput]:
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
@@ -171,7 +172,7 @@ def test_a_chunk_without_finite_logits_ends_its_request_alone_and_names_no_page(
     bench.engine.add(bench.request("good", [9] * 8, 4))
     run = bench.engine._runner.run
     with monkeypatch.context() as patch:
-        patch.setattr(bench.engine._runner, "run", lambda chunks: [None, *run(chunks)[1:]])
+        patch.setattr(bench.engine._runner, "run", lambda chunks: [ChunkOutput(), *run(chunks)[1:]])
         bench.step()
     bench.step()
     assert bench.finished["bad"] is FinishReason.ERROR

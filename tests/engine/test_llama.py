@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from splitserve.engine.batch import build_batch
 from splitserve.engine.model_runner import ModelRunner
 from splitserve.engine.models.registry import build_model
+from splitserve.engine.platforms import plain_platform
 from splitserve.engine.protocol import PageId, RequestId, SamplingParams
 from splitserve.engine.step import Chunk
 from splitserve.engine.weights.loading import load_weights
@@ -72,11 +73,14 @@ def logits_of(files: ModelFiles, cuts: list[int]) -> torch.Tensor:
     """Logits after the prompt, computed in chunks that end at ``cuts`` and at the end."""
     device = torch.device("cpu")
     with torch.inference_mode():
-        model = build_model(files.config, torch.float32, device)
+        platform = plain_platform(device, torch.float32)
+        model = build_model(files.config, platform)
         load_weights(files, model.destinations())
+        model.pack()
         pool = torch.zeros(20, files.config.layers, 2, files.config.kv_heads, PAGE_TOKENS, files.config.head_dim)
         for start, end in zip([0, *cuts], [*cuts, len(PROMPT)], strict=True):
-            logits = model.forward(build_batch([chunk(PROMPT[start:end], start)], PAGE_TOKENS, device), pool)
+            batch = build_batch([chunk(PROMPT[start:end], start)], PAGE_TOKENS, device, platform.operations)
+            logits = model.logits(model.forward(batch, pool)[-1:])
     return logits[0]
 
 
@@ -84,7 +88,8 @@ def continuation(files: ModelFiles, prompt: list[int], count: int) -> list[int]:
     runner = ModelRunner(files, page_tokens=PAGE_TOKENS, num_pages=20)
     tokens, done = list(prompt), 0
     for _ in range(count):
-        (token,) = runner.run([chunk(tokens[done:], done)])
+        (output,) = runner.run([chunk(tokens[done:], done)])
+        token = output.token
         assert token is not None
         done = len(tokens)
         tokens.append(token)

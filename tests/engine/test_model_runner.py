@@ -44,12 +44,16 @@ def chunk(tokens: Sequence[int], start: int, pages: Sequence[int], sample: Sampl
     return Chunk(RequestId("r"), tokens, start, [PageId(page) for page in pages], sample)
 
 
+def drawn(one: ModelRunner, chunks: Sequence[Chunk]) -> list[int | None]:
+    return [output.token for output in one.run(chunks)]
+
+
 def generate(one: ModelRunner, prompt: list[int], count: int) -> list[int]:
     """One sequence alone: the prompt in one piece, then token by token."""
     tokens = list(prompt)
     done = 0
     for _ in range(count):
-        (token,) = one.run([chunk(tokens[done:], done, range(16))])
+        (token,) = drawn(one, [chunk(tokens[done:], done, range(16))])
         assert token is not None
         done = len(tokens)
         tokens.append(token)
@@ -87,7 +91,7 @@ def test_any_mix_of_chunks_gives_what_each_sequence_gives_alone(random) -> None:
             chunk(known[n][done[n] : done[n] + size], done[n], tables[n], GREEDY if ends else None)
             for n, size, ends in zip(step, sizes, last, strict=True)
         ]
-        for n, size, token in zip(step, sizes, one.run(chunks), strict=True):
+        for n, size, token in zip(step, sizes, drawn(one, chunks), strict=True):
             done[n] += size
             if token is not None:
                 known[n].append(token)
@@ -112,33 +116,33 @@ def test_broken_pages_of_one_sequence_spare_the_others_and_give_it_no_token() ->
     one = runner()
     one.run([chunk(PROMPTS[2], 0, range(5), None), chunk(PROMPTS[2], 0, range(20, 25), None)])
     one.memory().owner[0].fill_(math.nan)
-    broken, sound = one.run([chunk([9], 17, range(5)), chunk([EXPECTED[2][0]], 17, range(20, 25))])
+    broken, sound = drawn(one, [chunk([9], 17, range(5)), chunk([EXPECTED[2][0]], 17, range(20, 25))])
     assert broken is None
     assert sound == EXPECTED[2][1]
 
 
 def test_copied_pages_continue_on_another_runner() -> None:
     prefill, decode = runner(), runner(num_pages=20)
-    (first,) = prefill.run([chunk(PROMPTS[2], 0, range(10, 15))])
+    (first,) = drawn(prefill, [chunk(PROMPTS[2], 0, range(10, 15))])
     assert prefill.layout == decode.layout
     decode.memory().owner[[3, 1, 19, 0, 7]] = prefill.memory().owner[10:15]
     assert first == EXPECTED[2][0]
-    assert decode.run([chunk([first], 17, [3, 1, 19, 0, 7])]) == [EXPECTED[2][1]]
+    assert drawn(decode, [chunk([first], 17, [3, 1, 19, 0, 7])]) == [EXPECTED[2][1]]
 
 
 def test_the_draw_depends_on_seed_and_position_alone() -> None:
     sampling = SamplingParams(max_tokens=1, temperature=2.0, top_p=0.95, seed=11)
-    alone = runner().run([chunk(PROMPTS[3], 0, range(8), sampling)])
+    alone = drawn(runner(), [chunk(PROMPTS[3], 0, range(8), sampling)])
     one = runner()
     one.run([chunk(PROMPTS[3][:-1], 0, range(8), None)])
-    both = one.run([chunk(PROMPTS[2], 0, range(30, 40), sampling), chunk(PROMPTS[3][-1:], 29, range(8), sampling)])
+    both = drawn(one, [chunk(PROMPTS[2], 0, range(30, 40), sampling), chunk(PROMPTS[3][-1:], 29, range(8), sampling)])
     assert both[1:] == alone
 
 
 def test_an_empty_step_and_a_chunk_that_does_not_sample_give_nothing() -> None:
     one = runner()
     assert one.run([]) == []
-    assert one.run([chunk([1, 2], 0, [0], None), chunk([1], 0, [1], None)]) == [None, None]
+    assert drawn(one, [chunk([1, 2], 0, [0], None), chunk([1], 0, [1], None)]) == [None, None]
 
 
 def test_it_is_a_runner_with_its_pool_in_host_memory() -> None:

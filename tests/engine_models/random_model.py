@@ -6,6 +6,7 @@ import torch
 
 from splitserve.engine.model_config import ModelConfig
 from splitserve.engine.models.registry import build_model
+from splitserve.engine.platforms import plain_platform
 from splitserve.engine.weights.model_files import TensorInfo
 
 
@@ -13,7 +14,7 @@ class RandomModel:
     """Implements ``ModelFiles`` without files. Equal config and seed give equal weights."""
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
-        shapes = build_model(config, torch.float32, torch.device("meta")).destinations()
+        shapes = build_model(config, plain_platform(torch.device("meta"), torch.float32)).destinations()
         self.config = config
         self.fingerprint = f"random {seed} {config}"
         self.index = {name: TensorInfo(tuple(weight.shape), 4 * weight.numel()) for name, weight in shapes.items()}
