@@ -34,8 +34,7 @@ class Leg:
         if self._pending is None:
             self._pending = update
         else:
-            self._pending.tokens.extend(update.tokens)
-            self._pending.finish, self._pending.ticket, self._pending.error = update.finish, update.ticket, update.error
+            self._pending.extend(update)
         self._news.set()
 
     def lose(self, why: str) -> None:

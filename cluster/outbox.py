@@ -15,11 +15,8 @@ def merge(earlier: StepReport, later: StepReport) -> None:
         before = last_of.get(update.request_id)
         if before is None or before.finish is not None:
             earlier.updates.append(update)
-            continue
-        before.tokens.extend(update.tokens)
-        before.finish, before.ticket, before.error = update.finish, update.ticket, update.error
-        if before.cached_tokens is None:
-            before.cached_tokens = update.cached_tokens
+        else:
+            before.extend(update)
     _merge_pages(earlier, later)
     earlier.load, earlier.role, earlier.steps = later.load, later.role, later.steps
     if later.counters is not None:

@@ -14,6 +14,7 @@ talking to them ``worker_link``, text the API's.
 """
 
 import asyncio
+import dataclasses
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -67,7 +68,7 @@ class RequestPath:
                 async with aclosing(self._attempt(request, placement)) as items:
                     async for tokens in items:
                         # What a later worker finds in its cache was not saved on the client's prompt.
-                        yield Tokens(tokens.token_ids, tokens.finish) if drawn else tokens
+                        yield dataclasses.replace(tokens, cached_tokens=None) if drawn else tokens
                         if tokens.finish is not None:
                             return
                         drawn += tokens.token_ids
@@ -119,11 +120,16 @@ class RequestPath:
                 return
 
     def _advanced(self, request: Request, drawn: Sequence[int]) -> Request:
-        """The request as it stands after ``drawn``: for whoever goes on with it these are part of the prompt."""
+        """The request as it stands after ``drawn``: for whoever goes on with it these are part of the prompt, with a
+        note that they are output. What is said of the client's prompt came with the first of them.
+        """
+        if not drawn:
+            return request
         prompt = (*request.prompt, *drawn)
-        rest = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(drawn))
-        names = self._hasher.chain(prompt, request.page_hashes)
-        return replace(request, prompt=prompt, page_hashes=names, sampling=rest)
+        left = request.sampling.max_tokens - len(drawn)
+        rest = replace(request.sampling, max_tokens=left, prompt_logprobs=None)
+        names = self._hasher.chain(prompt, request.page_hashes, salt=request.cache_salt)
+        return replace(request, prompt=prompt, page_hashes=names, sampling=rest, drawn=request.drawn + len(drawn))
 
     @contextmanager
     def _leg(self, worker: WorkerId, request: Request, start: Callable[[WorkerLink], Leg]) -> Iterator[Leg]:
@@ -163,4 +169,4 @@ def tokens_of(update: SequenceUpdate) -> Tokens:
     if update.finish in (FinishReason.ERROR, FinishReason.ABORT):
         raise LegLost(update.error or "the worker ended it")
     finish = None if update.finish is FinishReason.HANDED_OVER else update.finish
-    return Tokens(update.tokens, finish, update.cached_tokens)
+    return Tokens(update.tokens, finish, update.cached_tokens, update.logprobs, update.prompt_logprobs)

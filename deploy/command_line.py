@@ -24,7 +24,16 @@ def parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--config", type=Path, default=None, help="YAML file; options given here override it")
     serve.add_argument(
-        "--model", dest="engine.model", metavar="PATH", help="GGUF file, folder of safetensors, or hub id"
+        "--model",
+        dest="engine.model",
+        metavar="PATH",
+        help="GGUF file (of parts the first), folder of safetensors, org/name@revision of the hub, or smollm2",
+    )
+    serve.add_argument(
+        "--dtype", dest="engine.dtype", metavar="DTYPE", help="auto (default), float32, float16, bfloat16 or int8"
+    )
+    serve.add_argument(
+        "--attention", dest="engine.attention", metavar="KIND", help="auto (default), torch, native or triton"
     )
     serve.add_argument(
         "--served-name", dest="gateway.served_name", metavar="NAME", help='the "model" that clients ask for'

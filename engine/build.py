@@ -53,14 +53,16 @@ def build_engine(
         runner=runner,
         pool=pool,
         hasher=page_hasher(settings),
-        limits=SchedulerLimits(settings.step_tokens, settings.chunk_tokens, settings.max_running),
+        limits=SchedulerLimits(
+            settings.step_tokens, settings.chunk_tokens, settings.max_running, settings.max_preemptions
+        ),
         handover=Handover(
             worker=worker,
             incarnation=incarnation,
             layout=runner.layout,
             pool=pool,
             transport=transport,
-            limits=HandoverLimits(settings.lease_s, settings.read_s),
+            limits=HandoverLimits(settings.transfer.lease_s, settings.transfer.read_s),
             counters=counters,
         ),
         counters=counters,
@@ -70,7 +72,12 @@ def build_engine(
 
 
 def page_hasher(settings: EngineSettings) -> PageHasher:
-    """The hasher that gateways and workers of one configuration share."""
+    """The hasher that gateways and workers of one configuration share.
+
+    A gateway does not know what ``dtype: auto`` means on each worker's device, so the word itself is in the names. Two
+    workers may then have different contents under one name, but never exchange them: a name is looked up in the
+    worker's own cache only, and pages move between equal layouts only, which the dtype is part of.
+    """
     context = f"{settings.model}\n{settings.dtype}".encode()
     return PageHasher(settings.page_tokens, settings.page_hash_key.encode(), context)
 
@@ -95,6 +102,7 @@ def _model_runner(settings: EngineSettings, progress: Callable[[str], None]) -> 
     import torch
 
     from splitserve.engine.model_runner import ModelRunner
+    from splitserve.engine.weights.loading import LoadProgress
     from splitserve.engine.weights.open_model import open_model
 
     device = settings.device
@@ -105,11 +113,14 @@ def _model_runner(settings: EngineSettings, progress: Callable[[str], None]) -> 
 
     said_at = time.monotonic()
 
-    def report(done: int, total: int, loaded_bytes: int) -> None:
+    def report(loaded: LoadProgress) -> None:
         nonlocal said_at
-        if done == total or time.monotonic() - said_at >= LINE_S:
+        if loaded.tensors == loaded.total_tensors or time.monotonic() - said_at >= LINE_S:
             said_at = time.monotonic()
-            progress(f"weights {done}/{total} tensors, {loaded_bytes / 1e6:.0f} MB")
+            progress(
+                f"weights {loaded.tensors}/{loaded.total_tensors} tensors,"
+                f" {loaded.read_bytes / 1e6:.0f}/{loaded.total_bytes / 1e6:.0f} MB"
+            )
 
     return ModelRunner(
         open_model(settings.model),
@@ -117,6 +128,8 @@ def _model_runner(settings: EngineSettings, progress: Callable[[str], None]) -> 
         kv_memory_bytes=settings.kv_memory_bytes,
         dtype=settings.dtype,
         device=device,
+        attention=settings.attention,
+        graph_sequences=settings.max_running,
         max_model_tokens=settings.max_model_tokens,
         progress=report,
     )

@@ -1,87 +1,92 @@
 """Text from tokens that arrive one by one."""
 
+import codecs
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-_REPLACEMENT = "\ufffd"
-_CHARACTER_TOKENS = 4  # a character is at most four bytes, and a token at least one
+_CONTEXT_TOKENS = 16  # of what went before; the bytes of a character that they leave open are at most the last three
 
 
 class Decoder(Protocol):
     """The part of ``Tokenizer`` that is needed here."""
 
-    @property
-    def special_token_ids(self) -> frozenset[int]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def first_token_bytes(self, token_id: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedToken:
+    """A token and its place in the text. Joined ``data`` is the text in UTF-8; joined ``text`` is the text."""
+
+    data: bytes
+    text: str  # what the token completes; like ``push``
+    text_offset: int  # in characters: where the character that its first byte belongs to begins
+
+    @property
+    def token(self) -> str:
+        """``token_string``. Where that is text, the whole text has it at ``text_offset``."""
+        return token_string(self.data)
+
+
+def token_string(data: bytes) -> str:
+    r"""A token's bytes to read: the text, or of bytes that are not whole characters ``bytes:\xe2\x9c``, with ASCII as
+    it is.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
 
 
 class IncrementalDetokenizer:
-    """Turns a stream of tokens into pieces of text that, joined, are ``decode`` of all tokens.
+    """Turns a stream of tokens into pieces of text that, joined, are the tokens' bytes read as UTF-8.
 
-    Only a window of the last tokens is decoded at each step, so that a token costs the same at any length:
-
-    - ``context``, whose text is out. It is there because decoders treat the first token of a text differently.
-    - ``pending``, of whose text ``sent`` characters are out. It holds more than one token while a character is
-      incomplete, which shows as U+FFFD at the end of the decoded text.
+    A character comes out with the token that completes it, so how tokens are grouped into calls changes nothing. Bytes
+    that can't be of a character become U+FFFD, one for each longest piece that could have begun one (The Unicode
+    Standard, section 3.9, "U+FFFD Substitution of Maximal Subparts").
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decode = decoder.decode
-        self._special = decoder.special_token_ids
-        self._context: list[int] = []
-        self._context_characters = 0
-        self._pending: list[int] = []
-        self._sent = 0
+    def __init__(self, decoder: Decoder, follows: Sequence[int] = ()) -> None:
+        """``follows`` are tokens whose text goes before and isn't given out; without any, the text begins here."""
+        self._decoder = decoder
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._has_begun = False
+        self._length = 0  # characters given out
+        self.push(follows[-_CONTEXT_TOKENS:])
+        self._length = 0
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take more tokens; the text they complete. The first bytes of a character stay back until it is whole."""
-        return "".join(self._push_one(token) for token in token_ids if token not in self._special)
+        return self._read(b"".join(map(self._bytes, token_ids)))
+
+    def place(self, token_id: int) -> PlacedToken:
+        """Take one more token; like ``push``, with what reports of single tokens need."""
+        data = self._bytes(token_id)
+        text = self._read(data[:1])
+        # The character of the first byte is now either the last one given out or the one that is open.
+        text_offset = self._length if self._is_open() or not data else self._length - 1
+        return PlacedToken(data, text + self._read(data[1:]), text_offset)
 
     def flush(self) -> str:
-        """The tokens are over: what was held back, U+FFFD for an incomplete character. Ready for another sequence
-        afterwards.
-        """
-        text = self._text()[self._sent :]
-        self._restart([], [])
+        """The tokens are over: U+FFFD for a character that is incomplete. Ready for another text afterwards."""
+        text = self._characters.decode(b"", final=True)
+        self._characters.reset()
+        self._has_begun = False
+        self._length = 0
         return text
 
-    def _push_one(self, token: int) -> str:
-        self._pending.append(token)
-        text = self._text()
-        if not text.endswith(_REPLACEMENT):
-            piece = text[self._sent :]
-            self._restart(self._pending, [])
-            return piece
-        if len(self._pending) <= _CHARACTER_TOKENS:
-            return ""
-        # Characters that overlap token borders again and again, or bytes that are no text: only the last one can still
-        # change.
-        final = max(self._sent, len(text) - 1)
-        piece = text[self._sent : final]
-        self._sent = final
-        self._shorten()
-        return piece
+    def _bytes(self, token_id: int) -> bytes:
+        if self._has_begun:
+            return self._decoder.token_bytes(token_id)
+        self._has_begun = bool(self._decoder.token_bytes(token_id))
+        return self._decoder.first_token_bytes(token_id)
 
-    def _text(self) -> str:
-        """Text of ``pending``."""
-        if not self._context:
-            return self._decode(self._pending)
-        return self._decode(self._context + self._pending)[self._context_characters :]
+    def _read(self, data: bytes) -> str:
+        text = self._characters.decode(data)
+        self._length += len(text)
+        return text
 
-    def _shorten(self) -> None:
-        """Drop leading tokens of the window where its text falls into two independent parts."""
-        window = self._context + self._pending
-        whole = self._decode(window)
-        for cut in range(len(window) - 1, max(0, len(window) - 1 - _CHARACTER_TOKENS), -1):
-            rest = self._decode(window[cut:])
-            if self._decode(window[:cut]) + rest == whole:
-                self._restart([], window[cut:])
-                self._sent = max(0, len(rest) - 1)
-                return
-
-    def _restart(self, context: list[int], pending: list[int]) -> None:
-        self._context = context
-        self._context_characters = len(self._decode(context)) if context else 0
-        self._pending = pending
-        self._sent = 0
+    def _is_open(self) -> bool:
+        return bool(self._characters.getstate()[0])

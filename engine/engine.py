@@ -12,7 +12,6 @@ The life of a sequence::
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ from splitserve.engine.handover import Handover
 from splitserve.engine.page_hash import PageHasher
 from splitserve.engine.page_pool import PagePool
 from splitserve.engine.protocol import FinishReason, Load, PageHash, Request, RequestId, SequenceUpdate
+from splitserve.engine.request_check import objection
 from splitserve.engine.scheduler import Scheduler, SchedulerLimits
 from splitserve.engine.sequence import Sequence, SequenceState
 from splitserve.engine.step import Chunk, ChunkOutput, Runner
@@ -69,9 +69,9 @@ class Engine:
         self._handover = handover
         self._scheduler = Scheduler(pool, runner.layout.page_tokens, limits, counters)
         self._sequences: dict[RequestId, Sequence] = {}
-        self._to_receive: deque[Sequence] = deque()
         self._arrivals = 0
         self._ended: list[SequenceUpdate] = []
+        self._stuck = False
         self._counters = counters
         self.steps = 0
 
@@ -86,13 +86,13 @@ class Engine:
         self._check(request, hand_over)
         if ticket is not None and ticket.tokens >= len(request.prompt):
             raise RequestRefused(f"the ticket covers {ticket.tokens} tokens of a prompt of {len(request.prompt)}")
+        if ticket is not None and request.sampling.prompt_logprobs is not None:
+            raise RequestRefused("prompt_logprobs need the prompt computed here, and there is a ticket for its pages")
         sequence = Sequence(request=request, hand_over=hand_over, ticket=ticket, arrival=self._arrivals)
         self._arrivals += 1
         self._sequences[request.request_id] = sequence
-        if ticket is None:
-            self._scheduler.enqueue(sequence)
-        else:
-            self._to_receive.append(sequence)
+        self._scheduler.enqueue(sequence)
+        self._stuck = False
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request in whatever state it is, its lease included. False when there is nothing to end."""
@@ -107,14 +107,16 @@ class Engine:
             raise RequestRefused(f"request id {request.request_id!r} is in use")
         if not request.prompt or request.sampling.max_tokens < 1:
             raise RequestRefused("a request needs at least one prompt token and max_tokens of at least 1")
+        reason = objection(request)
+        if reason is not None:
+            raise RequestRefused(reason)
         new_tokens = 1 if hand_over else request.sampling.max_tokens
         # The last drawn token is never computed, so it needs no place in a page.
-        longest = len(request.prompt) + new_tokens - 1
-        if longest + 1 > self._runner.max_model_tokens:
-            raise RequestRefused(f"{longest + 1} tokens exceed the model's {self._runner.max_model_tokens}")
-        if self._runner.layout.pages_for(longest) > self._pool.total:
-            room = self._pool.total * self._runner.layout.page_tokens
-            raise RequestRefused(f"{longest} tokens exceed this worker's pool of {room}")
+        room = self._pool.total * self._runner.layout.page_tokens
+        model, pool = self._runner.max_model_tokens, room + 1
+        if len(request.prompt) + new_tokens > min(model, pool):
+            limit = f"the model's {model} tokens" if model <= pool else f"this worker's pool of {room} tokens"
+            raise RequestRefused(f"a prompt of {len(request.prompt)} tokens and {new_tokens} new exceed {limit}")
 
     # A step
 
@@ -131,17 +133,19 @@ class Engine:
     @property
     def computing(self) -> bool:
         """Whether the next step has something to compute. If not, but not idle either, a peer's pages or word may
-        come.
+        come, or a lease end that holds the pages which everybody waits for.
         """
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        return not self._stuck and bool(self._scheduler.running or self._scheduler.waiting)
 
     def step(self) -> StepResult:
         """Look after transfers, then compute one step if there is anything to compute. Does not raise for a request's
         sake.
         """
-        self._start_receptions()
+        for sequence in self._scheduler.start_receptions():
+            self._handover.receive(sequence, self._clock())
         self._handover.poll(self._clock(), self._arrived, self._failed)
         plan = self._scheduler.plan()
+        self._stuck = not plan
         result = StepResult()
         if plan:
             self._compute(plan, result)
@@ -185,12 +189,17 @@ class Engine:
             return
         sequence.computed = chunk.end
         self._seal(sequence)
+        sequence.prompt_logprobs += output.prompt_logprobs
         if token is None:
             return
         sequence.tokens.append(token)
         update = SequenceUpdate(sequence.request_id, [token], self._finish_reason(sequence, token))
+        if output.logprobs is not None:
+            update.logprobs = [output.logprobs]
         if sequence.new_tokens == 1:
             update.cached_tokens = sequence.cached_tokens
+            if sequence.request.sampling.prompt_logprobs is not None:
+                update.prompt_logprobs = sequence.prompt_logprobs
         if update.finish is None and sequence.hand_over:
             update.finish = FinishReason.HANDED_OVER
             update.ticket = self._handover.offer(sequence, self._clock())
@@ -200,7 +209,9 @@ class Engine:
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling = sequence.request.sampling
-        if token in sampling.stop_token_ids or (token in self._runner.eos_token_ids and not sampling.ignore_eos):
+        ends = token in sampling.stop_token_ids or (token in self._runner.eos_token_ids and not sampling.ignore_eos)
+        # A runner with a model does not even draw such a token any earlier.
+        if ends and len(sequence.tokens) - sequence.client_prompt_tokens > sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if sequence.new_tokens >= sampling.max_tokens else None
 
@@ -211,24 +222,13 @@ class Engine:
         while (sequence.sealed + 1) * page_tokens <= sequence.computed:
             index = sequence.sealed
             if index == len(sequence.names):
-                parent = sequence.names[-1] if sequence.names else self._hasher.root
+                parent = sequence.names[-1] if sequence.names else self._hasher.root_for(sequence.request.cache_salt)
                 page = sequence.tokens[index * page_tokens : (index + 1) * page_tokens]
                 sequence.names.append(self._hasher.extend(parent, page))
             sequence.pages.seal(index, sequence.names[index])
             sequence.sealed += 1
 
     # Receiving
-
-    def _start_receptions(self) -> None:
-        while self._to_receive:
-            sequence = self._to_receive[0]
-            waiting = self._scheduler.waiting
-            if waiting and waiting[0].arrival < sequence.arrival:
-                return  # nobody overtakes: the oldest gets the next pages
-            if not self._scheduler.reserve(sequence, keep_last_token=True):
-                return
-            self._to_receive.popleft()
-            self._handover.receive(sequence, self._clock())
 
     def _arrived(self, sequence: Sequence) -> None:
         self._seal(sequence)
@@ -245,13 +245,11 @@ class Engine:
 
     def _leave(self, sequence: Sequence) -> None:
         """The sequence has reached its terminal state: it is in no queue and owns nothing."""
-        if sequence in self._to_receive:
-            self._to_receive.remove(sequence)
-            self._handover.refuse(sequence, self._clock())
-        elif sequence.state is SequenceState.RECEIVING:
+        self._scheduler.remove(sequence)
+        if sequence.state is SequenceState.RECEIVING:
             self._handover.abandon(sequence, self._clock())
-        else:
-            self._scheduler.remove(sequence)
+        elif sequence.ticket is not None:
+            self._handover.refuse(sequence, self._clock())
         del self._sequences[sequence.request_id]
         if sequence.pages is not None:
             sequence.pages.release()
@@ -266,10 +264,10 @@ class Engine:
     # What it looks like from outside
 
     def load(self) -> Load:
-        waiting, running = self._scheduler.waiting, self._scheduler.running
+        waiting, to_receive, running = self._scheduler.waiting, self._scheduler.to_receive, self._scheduler.running
         return Load(
-            waiting=len(waiting) + len(self._to_receive) + self._handover.receiving,
-            waiting_tokens=sum(s.left_to_compute for s in [*waiting, *running, *self._to_receive]),
+            waiting=len(waiting) + len(to_receive) + self._handover.receiving,
+            waiting_tokens=waiting.tokens + to_receive.tokens + sum(s.left_to_compute for s in running),
             running=len(running),
             free_pages=self._pool.free_pages,
             cached_pages=self._pool.cached_pages,

@@ -1,28 +1,29 @@
 """Computes steps with a real model: implements ``engine.step.Runner``.
 
 This file owns the pool and says in which order a step happens. How a step is laid out is ``batch``'s, the arithmetic is
-``models``' and ``attention``'s, drawing is ``sampler``'s.
+``models``' and ``attention``'s, what comes after the logits is ``next_tokens``'.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from splitserve.engine.attention import clear_fresh_pages
 from splitserve.engine.batch import build_batch
+from splitserve.engine.logprobs import prompt_logprobs
 from splitserve.engine.model_config import ModelConfig
-from splitserve.engine.models.platform import Platform
-from splitserve.engine.models.registry import Model, build_model
-from splitserve.engine.platforms import plain_platform
-from splitserve.engine.sampler import Draw, sample
+from splitserve.engine.model_dtype import DTYPES, choose_dtype
+from splitserve.engine.next_tokens import NextTokens
+from splitserve.engine.platforms import Attention, choose_platform
 from splitserve.engine.step import Chunk, ChunkOutput
-from splitserve.engine.weights.loading import Progress, load_weights
+from splitserve.engine.weights.loading import Progress, load_model
 from splitserve.engine.weights.model_files import ModelFiles
 from splitserve.kvtransfer.layout import PageLayout
 from splitserve.kvtransfer.transport import PoolMemory
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_AUTO_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+if TYPE_CHECKING:
+    from splitserve.engine.cuda_graphs import DecodeGraphs
+
 _DEFAULT_CPU_BYTES = 1 << 30
 _DEFAULT_CUDA_SHARE = 0.8  # of what is free after the weights; the rest is for activations
 
@@ -39,22 +40,27 @@ class ModelRunner:
         kv_memory_bytes: int | None = None,
         dtype: str = "auto",
         device: str = "cpu",
+        attention: Attention = "auto",
         max_model_tokens: int | None = None,
+        graph_sequences: int = 0,
         progress: Progress | None = None,
     ) -> None:
         """Load the weights and allocate the pool.
 
         The pool has ``num_pages`` pages, or as many as fit ``kv_memory_bytes``, or by default 1 GiB on a CPU and most
-        of the free memory on a GPU. ``dtype`` "auto" is float32 on a CPU and bfloat16 on a GPU. ``max_model_tokens``
-        may lower the model's own limit. Raises ValueError for settings that cannot be, ModelLoadError for the files.
+        of the free memory on a GPU. ``dtype`` is as in ``model_dtype``, or "int8": float32 with projections in 8 bits.
+        ``max_model_tokens`` may lower the model's own limit. On a GPU, steps that decode up to ``graph_sequences``
+        sequences are recorded as CUDA graphs, which takes seconds; a mixture of experts can't be. Raises ValueError for
+        settings that cannot be, ModelLoadError for the files.
         """
         config = model_files.config
         self._device = torch.device(device)
-        name = _dtype_name(dtype, self._device)
+        int8 = dtype == "int8"
+        name = choose_dtype("float32" if int8 else dtype, self._device, model_files.native_dtype)
         self._max_model_tokens = _limit(config, max_model_tokens)
         self._eos_token_ids = config.eos_token_ids
         self._layout = PageLayout(
-            model=f"{model_files.fingerprint} rope {config.rope_key}",
+            model=f"{model_files.fingerprint} {config.cache_key}{' int8' if int8 else ''}",
             layers=config.layers,
             kv_heads=config.kv_heads,
             page_tokens=page_tokens,
@@ -64,10 +70,14 @@ class ModelRunner:
         if page_tokens < 1:
             raise ValueError(f"page_tokens must be at least 1, got {page_tokens}")
         self._vocab_size = config.vocab_size
-        self._platform = plain_platform(self._device, _DTYPES[name])
-        self._model = _loaded(model_files, self._platform, progress)
+        self._platform = choose_platform(self._device, DTYPES[name], attention, int8=int8)
+        self._next_tokens = NextTokens(config.eos_token_ids, self._platform.operations.draw)
+        self._model = load_model(model_files, self._platform, progress)
         pages = _pool_pages(self._layout, num_pages, kv_memory_bytes, self._device)
-        self._pool = torch.zeros((pages, *self._layout.page_shape), dtype=_DTYPES[name], device=self._device)
+        self._pool = torch.zeros((pages, *self._layout.page_shape), dtype=DTYPES[name], device=self._device)
+        self._graphs: DecodeGraphs | None = None
+        if graph_sequences and self._device.type == "cuda" and attention in ("auto", "triton"):
+            self._graphs = self._recorded(config, graph_sequences)
 
     @property
     def layout(self) -> PageLayout:
@@ -103,14 +113,32 @@ class ModelRunner:
             return []
         for chunk in chunks:
             self._check(chunk)
-        draws = [Draw(chunk.sample, chunk.end) for chunk in chunks if chunk.sample is not None]
         with torch.inference_mode():
+            sampling = [chunk for chunk in chunks if chunk.sample is not None]
+            if self._graphs is not None and self._graphs.fits(chunks) and len(sampling) == len(chunks):
+                return self._next_tokens.draw(self._graphs.logits(chunks), chunks)
             batch = build_batch(chunks, self._layout.page_tokens, self._device, self._platform.operations)
-            clear_fresh_pages(self._pool, batch)
+            self._platform.operations.prepare(self._pool, batch)
             hidden = self._model.forward(batch, self._pool)
-            logits = self._model.logits(hidden.index_select(0, batch.sample_rows))
-            drawn = iter(sample(logits, draws) if draws else ())
-        return [ChunkOutput(next(drawn)) if chunk.sample is not None else ChunkOutput() for chunk in chunks]
+            drawn: Iterator[ChunkOutput] = iter(())
+            if sampling:
+                logits = self._model.logits(hidden.index_select(0, batch.sample_rows))
+                drawn = iter(self._next_tokens.draw(logits, sampling))
+            outputs = [ChunkOutput() if chunk.sample is None else next(drawn) for chunk in chunks]
+            for place, (chunk, rows) in enumerate(zip(chunks, batch.chunk_rows, strict=True)):
+                if chunk.prompt_logprobs is not None:
+                    found = prompt_logprobs(chunk, hidden[rows], self._model.logits)
+                    outputs[place] = ChunkOutput(outputs[place].token, outputs[place].logprobs, found)
+        return outputs
+
+    def _recorded(self, config: ModelConfig, sequences: int) -> "DecodeGraphs | None":
+        # Imported here, because it needs Triton, which does not exist on every system.
+        from splitserve.engine.cuda_graphs import DecodeGraphs, DecodeLimits
+
+        if config.variation.experts is not None:
+            return None
+        limits = DecodeLimits(sequences, self._max_model_tokens, self._layout.page_tokens)
+        return DecodeGraphs(self._model, self._pool, limits)
 
     def _check(self, chunk: Chunk) -> None:
         if not chunk.token_ids or chunk.start < 0:
@@ -126,29 +154,12 @@ class ModelRunner:
             raise ValueError(f"{chunk.request_id}: a token lies outside the vocabulary of {self._vocab_size}")
 
 
-def _dtype_name(dtype: str, device: torch.device) -> str:
-    if device.type not in _AUTO_DTYPE:
-        raise ValueError(f"device {device.type!r} is not supported; supported: {', '.join(_AUTO_DTYPE)}")
-    name = _AUTO_DTYPE[device.type] if dtype == "auto" else dtype
-    if name not in _DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported; supported: auto, {', '.join(_DTYPES)}")
-    return name
-
-
 def _limit(config: ModelConfig, wanted: int | None) -> int:
     if wanted is None:
         return config.max_model_tokens
     if not 1 <= wanted <= config.max_model_tokens:
         raise ValueError(f"max_model_tokens must lie in [1, {config.max_model_tokens}], got {wanted}")
     return wanted
-
-
-def _loaded(files: ModelFiles, platform: Platform, progress: Progress | None) -> Model:
-    with torch.inference_mode():
-        model = build_model(files.config, platform)
-        load_weights(files, model.destinations(), progress)
-        model.pack()
-    return model
 
 
 def _pool_pages(layout: PageLayout, num_pages: int | None, memory_bytes: int | None, device: torch.device) -> int:

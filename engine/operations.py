@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from splitserve.engine.sampler import Draw
 from splitserve.engine.step import Chunk
 
 if TYPE_CHECKING:
@@ -43,6 +44,12 @@ class Operations(Protocol):
 
     def plan(self, chunks: Sequence[Chunk], page_tokens: int) -> object:
         """What ``attend`` needs of a step, once for all layers: goes into ``StepBatch.attention``."""
+
+    def prepare(self, pool: torch.Tensor, batch: StepBatch) -> None:
+        """Before the first layer of a step: whatever ``attend`` relies on in pages that ``batch`` begins to fill."""
+
+    def draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int | None]:
+        """One token per row of ``logits``, by the rule of ``sampler.sample``."""
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         """Root-mean-square norm over the last dimension, times ``offset + weight``. ``hidden`` [..., size]."""

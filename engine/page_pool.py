@@ -12,7 +12,7 @@ The life of a page::
 anything can be written to it, so that a peer which still reads the old content notices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from splitserve.engine.prefix_cache import PrefixCache
 from splitserve.engine.protocol import PageHash, PageId
@@ -81,6 +81,22 @@ class PagePool:
     def available_pages(self) -> int:
         """Pages that ``take`` can give."""
         return len(self._free) + self.cache.idle_pages
+
+    def idle_among(self, shared: Sequence[PageId]) -> int:
+        """How many of the sealed pages ``shared`` nobody owns: sharing them makes fewer available."""
+        return sum(1 for page in shared if self._owners[page] == 0)
+
+    def gains(self, holds: Iterable[PageHold]) -> Iterator[int]:
+        """How many pages more would be available once the first of ``holds`` was released, the first two, and so on.
+        A page with other owners counts with the last of them.
+        """
+        owners_left: dict[PageId, int] = {}
+        gained = 0
+        for hold in holds:
+            for page in hold.page_ids:
+                owners_left[page] = owners_left.get(page, self._owners[page]) - 1
+                gained += owners_left[page] == 0
+            yield gained
 
     def generation(self, page: PageId) -> int:
         return self._generations[page]

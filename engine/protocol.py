@@ -14,6 +14,9 @@ WorkerId = NewType("WorkerId", str)
 PageId = NewType("PageId", int)
 PageHash = NewType("PageHash", bytes)
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Alternatives = Annotated[int, msgspec.Meta(ge=0, le=20)]
 
 
 class Role(StrEnum):
@@ -41,20 +44,22 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """
 
     max_tokens: int  # >= 1, new tokens
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0  # in (0, 1]
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0  # 0 = greedy
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # draw among the fewest likeliest that reach this share
     seed: int = 0  # 64 bits; the gateway draws one where the client gives none
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=1024)] = ()
     ignore_eos: bool = False
-    top_k: int = 0  # draw among so many of the likeliest tokens; 0 = among all
-    min_p: float = 0.0  # in [0, 1]: leave out tokens less likely than this times the likeliest
-    repetition_penalty: float = 1.0  # > 0; divides or multiplies logits of tokens seen in prompt or output
-    presence_penalty: float = 0.0  # subtracted once from logits of tokens in the output
-    frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
-    logit_bias: tuple[tuple[TokenId, float], ...] = ()  # added to logits
-    min_tokens: int = 0  # no end-of-sequence or stop token before so many of the output
-    logprobs: int | None = None  # alternatives to report beside each drawn token; None: no log-probabilities
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens; such a prompt reads nothing from a cache
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0  # draw among so many of the likeliest tokens; 0 = among all
+    min_p: Share = 0.0  # leave out tokens less likely than this times the likeliest
+    # Divides positive and multiplies other logits of tokens seen in prompt or output
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0
+    presence_penalty: Penalty = 0.0  # subtracted once from logits of tokens in the output
+    frequency_penalty: Penalty = 0.0  # subtracted for each occurrence in the output
+    logit_bias: Annotated[tuple[tuple[TokenId, Penalty], ...], msgspec.Meta(max_length=1 << 18)] = ()  # added to logits
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # no end-of-sequence or stop token before so many of the output
+    logprobs: Alternatives | None = None  # alternatives to report beside each drawn token; None: no log-probabilities
+    # The same of the prompt's tokens; such a prompt reads nothing from a cache and is not read from a peer
+    prompt_logprobs: Alternatives | None = None
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -70,6 +75,7 @@ class Request(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     drawn: int = 0  # so many of ``prompt``'s last tokens are output that was drawn elsewhere
     priority: int = 0  # lower goes first; of equals the older
+    cache_salt: str = ""  # only requests with the same salt share pages; part of ``page_hashes``
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -96,6 +102,19 @@ class SequenceUpdate(msgspec.Struct, array_like=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None  # one for each of ``tokens``, where asked for
     # One for each prompt token but the first, with the first token, where asked for
     prompt_logprobs: list[TokenLogprobs] | None = None
+
+    def extend(self, later: "SequenceUpdate") -> None:
+        """Add what the steps after this one's did for the same request."""
+        self.tokens.extend(later.tokens)
+        self.finish, self.ticket, self.error = later.finish, later.ticket, later.error
+        if self.cached_tokens is None:
+            self.cached_tokens = later.cached_tokens
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = later.prompt_logprobs
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        elif later.logprobs is not None:
+            self.logprobs.extend(later.logprobs)
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):

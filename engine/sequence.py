@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from splitserve.engine.page_pool import PageHold
-from splitserve.engine.protocol import PageHash, Request, RequestId
+from splitserve.engine.protocol import PageHash, Request, RequestId, TokenLogprobs
 from splitserve.kvtransfer.ticket import Ticket
 
 
@@ -14,6 +15,13 @@ class SequenceState(Enum):
     WAITING = "waiting"  # for pages and a place in a step
     RECEIVING = "receiving"  # its pages are being read from a peer
     RUNNING = "running"  # takes part in steps
+
+
+class Rank(NamedTuple):
+    """Whose turn it is: the smaller goes first. A preempted sequence keeps its rank, so it goes before newcomers."""
+
+    priority: int
+    arrival: int
 
 
 @dataclass(slots=True, eq=False)
@@ -26,18 +34,29 @@ class Sequence:
     hand_over: bool  # stop after the first token and offer the pages to a peer
     ticket: Ticket | None  # where the prompt's pages can be had; None once tried
     arrival: int  # order of arrival on this worker; smaller is older
+    rank: Rank = field(init=False)
+    client_prompt_tokens: int = field(init=False)  # what the client gave; all tokens that follow were drawn somewhere
+    longest: int = field(init=False)  # most positions it can ever compute here; the last drawn token is not computed
     tokens: list[int] = field(init=False)
     names: list[PageHash] = field(init=False)  # of full pages known so far
     state: SequenceState = SequenceState.WAITING
     pages: PageHold | None = None  # while RECEIVING or RUNNING
     computed: int = 0  # positions [0, computed) have their keys and values in ``pages``
     sealed: int = 0  # pages [0, sealed) are named in the prefix cache
+    expects_pages: bool = False  # while WAITING: another sequence is computing or fetching its next page
     preemptions: int = 0
+    computed_before: int = 0  # positions [0, computed_before) had been computed when it was preempted
     cached_tokens: int | None = None  # of the prompt, found in the prefix cache at first admission
+    # Of the prompt's tokens from the second on, as far as they are computed; where the request asks for them
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
-        self.names = list(self.request.page_hashes)
+        request = self.request
+        self.rank = Rank(request.priority, self.arrival)
+        self.client_prompt_tokens = len(request.prompt) - request.drawn
+        self.longest = len(request.prompt) + (1 if self.hand_over else request.sampling.max_tokens) - 1
+        self.tokens = list(request.prompt)
+        self.names = list(request.page_hashes)
 
     @property
     def request_id(self) -> RequestId:

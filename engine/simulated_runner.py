@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.engine.protocol import RequestId
+from splitserve.engine.protocol import RequestId, TokenLogprobs
 from splitserve.engine.step import Chunk, ChunkOutput
 from splitserve.kvtransfer.layout import PageLayout
 from splitserve.kvtransfer.transport import PoolMemory
 
 MASK = (1 << 64) - 1
+CERTAIN = TokenLogprobs(0.0)
 REMEMBERED_REQUESTS = 4096  # digests of this many sequences are kept; others are computed anew
 
 
@@ -77,7 +78,16 @@ class SimulatedRunner:
             self._check_and_write(chunk)
         if seconds > 0:
             self._sleep(seconds)
-        return [ChunkOutput(None if c.sample is None else self._draw(c.sample.seed, c.end)) for c in chunks]
+        return [self._output(chunk) for chunk in chunks]
+
+    def _output(self, chunk: Chunk) -> ChunkOutput:
+        """Whoever asks for log-probabilities hears that every token was certain."""
+        said = 0 if chunk.prompt_logprobs is None else min(chunk.end, chunk.prompt_tokens - 1) - chunk.start
+        prompt = (CERTAIN,) * max(0, said)
+        if chunk.sample is None:
+            return ChunkOutput(prompt_logprobs=prompt)
+        logprobs = None if chunk.sample.logprobs is None else CERTAIN
+        return ChunkOutput(self._draw(chunk.sample.seed, chunk.end), logprobs, prompt)
 
     def _draw(self, seed: int, position: int) -> int:
         token = mix(mix(seed & MASK) + position) % self._vocab_size

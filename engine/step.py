@@ -1,16 +1,16 @@
 """One step of the engine as plain data: what the scheduler decides and a runner computes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from splitserve.engine.protocol import PageId, RequestId, SamplingParams, TokenLogprobs
 from splitserve.kvtransfer.layout import PageLayout
 from splitserve.kvtransfer.transport import PoolMemory
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """The tokens of one sequence that a step computes: positions [start, start + len(token_ids))."""
 
     request_id: RequestId
@@ -27,8 +27,7 @@ class Chunk:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkOutput:
+class ChunkOutput(msgspec.Struct, frozen=True):
     """What a step made of one chunk."""
 
     token: int | None = None  # drawn; None where the chunk does not sample, or its logits were not finite

@@ -5,6 +5,7 @@ from typing import Any
 
 from jinja2 import TemplateError as JinjaError
 
+from splitserve.engine.token_bytes import TokenBytes
 from splitserve.engine.weights.errors import ModelLoadError
 from splitserve.engine.weights.location import TOKENIZER_FILES, locate
 
@@ -17,7 +18,9 @@ class Tokenizer:
     """A fast Hugging Face tokenizer. Safe to call from several threads: nothing here changes its settings."""
 
     def __init__(self, pretrained: Any) -> None:
-        """``pretrained`` is a transformers tokenizer with a Rust backend. Raises ModelLoadError for any other."""
+        """``pretrained`` is a transformers tokenizer with a Rust backend. Raises ModelLoadError for any other, and for
+        one whose text is not its tokens' bytes joined.
+        """
         backend = getattr(pretrained, "backend_tokenizer", None)
         if backend is None:
             raise ModelLoadError(
@@ -31,6 +34,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             token for token, added in backend.get_added_tokens_decoder().items() if added.special
         )
+        self._bytes = TokenBytes(backend, self.special_token_ids)
         eos = pretrained.eos_token_id
         self.eos_token_ids = frozenset[int]() if eos is None else frozenset([int(eos)])
 
@@ -66,6 +70,16 @@ class Tokenizer:
         """Text of ``ids``, special tokens left out. Ids outside the vocabulary are left out, too."""
         text: str = self._backend.decode(ids, skip_special_tokens=True)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text that has begun, in UTF-8; need not be whole characters. Empty for a special token
+        and outside the vocabulary.
+        """
+        return self._bytes.within(token_id)
+
+    def first_token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text that begins with it: ``token_bytes``, with some tokenizers less a space."""
+        return self._bytes.first(token_id)
 
     def id_to_piece(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token, or None outside the vocabulary. Not text."""

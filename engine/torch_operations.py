@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import gelu, rms_norm, silu
 
-from splitserve.engine.attention import attend_decode, attend_prefill
+from splitserve.engine.attention import attend_decode, attend_prefill, clear_fresh_pages
 from splitserve.engine.attention_plan import AttentionPlan, plan_attention
 from splitserve.engine.batch import StepBatch
 from splitserve.engine.operations import AttentionSpec, Rotary
+from splitserve.engine.sampler import Draw, sample
 from splitserve.engine.step import Chunk
 
 
@@ -20,6 +21,12 @@ class TorchOperations:
 
     def plan(self, chunks: Sequence[Chunk], page_tokens: int) -> AttentionPlan:
         return plan_attention(chunks, page_tokens, self._device)
+
+    def prepare(self, pool: torch.Tensor, batch: StepBatch) -> None:
+        clear_fresh_pages(pool, batch)
+
+    def draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int | None]:
+        return sample(logits, draws)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         if not offset:

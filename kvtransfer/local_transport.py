@@ -2,8 +2,9 @@
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from splitserve.kvtransfer.transport import Peer, PoolMemory, ReadState, TransferError
 
@@ -25,7 +26,7 @@ class Faults:
     lose_notices: bool = False
     double_notices: bool = False
     drop_peer_once: bool = False  # the next read finds its peer disconnected, and stays so until forget and connect
-    abandon_polls: int = 0  # so many times abandon says no, and the read writes a page each time
+    abandon_polls: int = 0  # so many times abandon says no, and the read writes a piece each time
 
 
 class LocalNetwork:
@@ -49,8 +50,16 @@ class LocalNetwork:
         return self._live.get(endpoint)
 
 
+class _Piece(NamedTuple):
+    """Bytes that move at once: offsets in the two pools, and how many."""
+
+    remote: int
+    local: int
+    length: int
+
+
 class LocalTransport:
-    """Moves one page per poll, so that everything else can happen in between. Implements ``Transport``; not
+    """Moves one page or range per poll, so that everything else can happen in between. Implements ``Transport``; not
     thread-safe.
     """
 
@@ -81,11 +90,32 @@ class LocalTransport:
         self._peers.pop(peer, None)
 
     def read_pages(self, peer: Peer, remote: Sequence[int], local: Sequence[int], notice: bytes = b"") -> "LocalRead":
-        source = self._source(peer, remote, local)
-        return LocalRead(self, source, peer, list(zip(remote, local, strict=True)), notice)
+        source = self._source(peer)
+        size = self.memory.page_bytes
+        if source.memory.page_bytes != size:
+            raise TransferError("prepare", f"{peer}: pages of {source.memory.page_bytes} bytes, of {size} here")
+        _check_pages(peer, remote, source.memory)
+        _check_pages(peer, local, self.memory)
+        pieces = [_Piece(there * size, here * size, size) for there, here in zip(remote, local, strict=True)]
+        return self._post(source, peer, pieces, notice)
+
+    def read_ranges(self, peer: Peer, ranges: Iterable[Iterable[int]], notice: bytes = b"") -> "LocalRead":
+        """Copy bytes: each range is (offset in the peer's pool, offset in ours, length). The pools may have pages of
+        different size. Else as ``read_pages``.
+        """
+        source = self._source(peer)
+        pieces = [_Piece(*map(int, piece)) for piece in ranges]
+        for piece in pieces:
+            for offset, memory in ((piece.remote, source.memory), (piece.local, self.memory)):
+                if not 0 <= offset < offset + piece.length <= memory.page_bytes * memory.num_pages:
+                    raise TransferError("prepare", f"{peer}: {piece.length} bytes at {offset} leave the pool")
+        return self._post(source, peer, pieces, notice)
 
     def read_generations(self, peer: Peer, pages: Sequence[int]) -> "LocalGenerationRead":
-        return LocalGenerationRead(self, self._source(peer, pages, ()), peer, list(pages))
+        source = self._source(peer)
+        _check_pages(peer, pages, source.memory)
+        self._check_post(peer)
+        return LocalGenerationRead(self, source, peer, list(pages))
 
     def set_generation(self, page: int, generation: int) -> None:
         self.generations[page] = generation
@@ -117,7 +147,7 @@ class LocalTransport:
         """The peer's transport while both ends and the connection are up."""
         return self._network.find(peer.encode()) if self._peers.get(peer, False) else None
 
-    def _source(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> "LocalTransport":
+    def _source(self, peer: Peer) -> "LocalTransport":
         if self.faults.fail_prepare:
             raise TransferError("prepare", f"{peer}: told to fail")
         if self.faults.drop_peer_once and peer in self._peers:
@@ -126,26 +156,32 @@ class LocalTransport:
         source = self.alive(peer)
         if source is None:
             raise TransferError("disconnect", f"{peer}: {_NO_SUCH_PEER}")
-        if source.memory.page_bytes != self.memory.page_bytes:
-            raise TransferError("prepare", f"{peer}: pages of {source.memory.page_bytes} bytes")
-        for pages, num_pages in ((remote, source.memory.num_pages), (local, self.memory.num_pages)):
-            if any(not 0 <= page < num_pages for page in pages):
-                raise TransferError("prepare", f"{peer}: a page is outside [0, {num_pages})")
+        return source
+
+    def _post(self, source: "LocalTransport", peer: Peer, pieces: list[_Piece], notice: bytes) -> "LocalRead":
+        self._check_post(peer)
+        return LocalRead(self, source, peer, pieces, notice)
+
+    def _check_post(self, peer: Peer) -> None:
         if self.faults.fail_post:
             raise TransferError("post", f"{peer}: told to fail")
-        return source
+
+
+def _check_pages(peer: Peer, pages: Sequence[int], memory: PoolMemory) -> None:
+    if any(not 0 <= page < memory.num_pages for page in pages):
+        raise TransferError("prepare", f"{peer}: a page is outside [0, {memory.num_pages})")
 
 
 class LocalRead:
-    """Implements ``Read``: page after page, in order."""
+    """Implements ``Read``: piece after piece, in order."""
 
     def __init__(
-        self, reader: LocalTransport, source: LocalTransport, peer: Peer, pairs: list[tuple[int, int]], notice: bytes
+        self, reader: LocalTransport, source: LocalTransport, peer: Peer, pieces: list[_Piece], notice: bytes
     ) -> None:
         self._reader = reader
         self._source = source
         self._peer = peer
-        self._left = pairs[::-1]
+        self._left = pieces[::-1]
         self._notice = notice
         self._state = ReadState.READING
         self._error: TransferError | None = None
@@ -187,10 +223,9 @@ class LocalRead:
     def _copy_one(self) -> None:
         if not self._left:
             return
-        remote, local = self._left.pop()
+        piece = self._left.pop()
         here, there = self._reader.memory, self._source.memory
-        size = here.page_bytes
-        ctypes.memmove(here.address + local * size, there.address + remote * size, size)
+        ctypes.memmove(here.address + piece.local, there.address + piece.remote, piece.length)
 
     def _ended_by_close(self) -> bool:
         if self._reader.closed:

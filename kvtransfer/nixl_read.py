@@ -1,10 +1,10 @@
 """One transfer that NIXL carries out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Any
 
-from splitserve.kvtransfer.nixl_scratch import Words
+from splitserve.kvtransfer.nixl_words import WordTransfer
 from splitserve.kvtransfer.transport import ReadState, TransferError
 
 
@@ -12,6 +12,28 @@ def nixl_failure(error: Exception, cause: str, peer: str) -> TransferError:
     """``error`` as a TransferError; NIXL's own word for a lost peer takes the place of ``cause``."""
     gone = type(error).__name__ == "nixlRemoteDisconnectError"
     return TransferError("disconnect" if gone else cause, f"{peer}: {error}")
+
+
+class FinishedRead:
+    """Implements ``Read`` and ``GenerationRead`` where the transfer was over as soon as it was posted, as those over
+    shared memory are.
+    """
+
+    error: TransferError | None = None
+
+    def __init__(self, values: list[int] | None = None) -> None:
+        """``values`` are what ``values()`` returns."""
+        self._values = values
+
+    def poll(self) -> ReadState:
+        return ReadState.DONE
+
+    def abandon(self) -> bool:
+        return True
+
+    def values(self) -> list[int]:
+        assert self._values is not None
+        return self._values
 
 
 class NixlRead:
@@ -78,7 +100,7 @@ class NixlRead:
         self._error = error
         self._state = ReadState.DONE if error is None else ReadState.FAILED
         try:
-            self._handle.release()
+            self._let_go_of_handle()
         except Exception as late:
             # Without a handle there is nothing more to ask or do; NIXL keeps it and tries again when the agent ends.
             self._error = self._error or nixl_failure(late, "read", self.peer)
@@ -86,14 +108,17 @@ class NixlRead:
         self._agent = self._handle = None
         self._on_end(self)
 
+    def _let_go_of_handle(self) -> None:
+        self._handle.release()
+
 
 class NixlGenerationRead(NixlRead):
-    """Implements ``GenerationRead``. ``words`` receives the generations and is not used after the end."""
+    """Implements ``GenerationRead``: a transfer of words, of which the one of the i-th page is at ``places[i]``."""
 
-    def __init__(self, agent: Any, handle: Any, *, words: Words, count: int, **options: Any) -> None:
-        super().__init__(agent, handle, **options)
-        self.words = words
-        self._count = count
+    def __init__(self, agent: Any, transfer: WordTransfer, *, places: Sequence[int], **options: Any) -> None:
+        super().__init__(agent, transfer.handle, **options)
+        self.transfer = transfer
+        self._places = places
         self._values: list[int] | None = None
 
     def values(self) -> list[int]:
@@ -103,5 +128,9 @@ class NixlGenerationRead(NixlRead):
 
     def _end(self, error: TransferError | None) -> None:
         if error is None:
-            self._values = self.words[: self._count].tolist()
+            self._values = self.transfer.scratch.at(self._places)
         super()._end(error)
+
+    def _let_go_of_handle(self) -> None:
+        if self._values is None or not self.transfer.reusable:
+            self.transfer.release()

@@ -1,37 +1,67 @@
-"""Registered host memory that generation words are read into."""
+"""Registered host memory of the transport's own."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from splitserve.kvtransfer.nixl_descriptors import Region
+
+WORD_BYTES = 8
+_MEMORY_PAGE_BYTES = 4096
+
 Words = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """An array, and where it lies."""
+
+    words: Words
+    region: Region
+
+    def at(self, places: Sequence[int]) -> list[int]:
+        """The words at ``places``."""
+        word = self.words.item
+        return [word(place) for place in places]
 
 
 class ScratchWords:
     """Hands out registered arrays of 64-bit words and takes them back for reuse. Nothing is unregistered while the
-    agent lives, since registering costs more than the few bytes; there are never more arrays than reads at once.
+    agent lives, since registering costs more than the few bytes; there are never more arrays than were in use at once.
     """
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
-        self._free: dict[int, list[Words]] = {}  # by length, a power of two
+        self._free: dict[int, list[Scratch]] = {}  # by length, a power of two
         self.taken = 0
 
-    def take(self, words: int) -> Words:
+    def take(self, words: int) -> Scratch:
         """An array of at least ``words`` words. Raises what NIXL raises when registration fails."""
         length = 1 << max(words - 1, 63).bit_length()
         spare = self._free.setdefault(length, [])
-        array = spare.pop() if spare else self._register(length)
+        scratch = spare.pop() if spare else self._register(length)
         self.taken += 1
-        return array
+        return scratch
 
-    def give_back(self, array: Words) -> None:
-        """Only after the transport has let go of ``array``."""
+    def give_back(self, scratch: Scratch) -> None:
+        """Only after the transport has let go of ``scratch``."""
         self.taken -= 1
-        self._free[len(array)].append(array)
+        self._free[len(scratch.words)].append(scratch)
 
-    def _register(self, length: int) -> Words:
-        array = np.zeros(length, np.int64)
-        self._agent.register_memory([(array.ctypes.data, array.nbytes, 0, "")], "DRAM")
-        return array
+    def _register(self, length: int) -> Scratch:
+        words = np.zeros(length, np.int64)
+        scratch = Scratch(words, Region(words.ctypes.data, WORD_BYTES, length))
+        scratch.region.register(self._agent)
+        return scratch
+
+
+def page_aligned_words(count: int) -> Words:
+    """Zeros, alone in their memory pages: registering must not expose anything else."""
+    per_page = _MEMORY_PAGE_BYTES // WORD_BYTES
+    padded = -(-count // per_page) * per_page
+    space = np.zeros(padded + per_page, np.int64)
+    skip = -space.ctypes.data % _MEMORY_PAGE_BYTES // WORD_BYTES
+    return space[skip : skip + padded]

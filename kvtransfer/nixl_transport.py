@@ -1,43 +1,30 @@
 """The transport over NIXL: RDMA, NVLink, shared memory or TCP, whichever UCX finds."""
 
-import logging
-import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from splitserve.kvtransfer.nixl_agent import BackendError, new_agent
+from splitserve.kvtransfer.nixl_descriptors import Ends, Region, ends_of
 from splitserve.kvtransfer.nixl_endpoint import EndpointError, NixlEndpoint
-from splitserve.kvtransfer.nixl_read import NixlGenerationRead, NixlRead, nixl_failure
-from splitserve.kvtransfer.nixl_scratch import ScratchWords
-from splitserve.kvtransfer.page_runs import PageRun, page_runs
-from splitserve.kvtransfer.transport import Peer, PoolMemory, ReadState, TransferError
+from splitserve.kvtransfer.nixl_peers import NixlPeer, NixlPeers
+from splitserve.kvtransfer.nixl_read import FinishedRead, NixlGenerationRead, NixlRead, nixl_failure
+from splitserve.kvtransfer.nixl_scratch import WORD_BYTES, ScratchWords, page_aligned_words
+from splitserve.kvtransfer.page_runs import joined, page_runs
+from splitserve.kvtransfer.settings import TransportSettings
+from splitserve.kvtransfer.transport import ByteRanges, GenerationRead, Peer, PoolMemory, Read, ReadState, TransferError
 
-_WORD_BYTES = 8
-_WORDS_PER_MEMORY_PAGE = 4096 // _WORD_BYTES
-
-
-@dataclass(frozen=True)
-class _Region:
-    """Equal elements that a descriptor list cuts pieces out of."""
-
-    address: int
-    element_bytes: int
-    device: int | None
-
-    @property
-    def kind(self) -> str:
-        return "DRAM" if self.device is None else "VRAM"
+_DEFAULTS = TransportSettings()
 
 
-@dataclass
-class _Peer:
-    endpoint: NixlEndpoint
-    reads: set[NixlRead] = field(default_factory=set)  # under way
-    forgotten: bool = False  # drop it when the last read has ended
+class _Posted(NamedTuple):
+    """NIXL's answer to a post: over already (DONE), under way (PROC), or why not."""
+
+    status: str
+    error: TransferError | None
 
 
 class NixlTransport:
@@ -49,32 +36,34 @@ class NixlTransport:
     to keep calling, also during long steps.
     """
 
-    def __init__(self, name: str, memory: PoolMemory, *, backend: str = "UCX") -> None:
-        """Register ``memory``. Raises TransferError(register) when NIXL or its backend is not there or refuses the
-        memory.
+    def __init__(
+        self, name: str, memory: PoolMemory, settings: TransportSettings = _DEFAULTS, sink: PoolMemory | None = None
+    ) -> None:
+        """Register ``memory``. ``sink`` is memory that only ``discard`` writes to and nobody reads, best on the same
+        device; None: host memory made here.
+
+        Raises TransferError(register) when NIXL or its backend is not there or refuses the memory.
         """
         self._lock = RLock()
-        self._memory = memory
-        self._pool = _Region(memory.address, memory.page_bytes, memory.device)
-        self._peers: dict[str, _Peer] = {}
+        self._owners: list[Any] = [memory.owner] if sink is None else [memory.owner, sink.owner]
+        self._pool = _region(memory)
+        self._sink = _region(sink) if sink is not None else None
+        self._sink_bytes = settings.probe_bytes
         self._arrived: list[bytes] = []
-        self._generations = _page_aligned_words(memory.num_pages)
-        words = _Region(self._generations.ctypes.data, _WORD_BYTES, None)
+        self._generations = page_aligned_words(memory.num_pages)
+        words = Region(self._generations.ctypes.data, WORD_BYTES, len(self._generations))
         # A worker that starts again must not be taken for the one before, whose metadata peers may still hold.
         agent_name = f"{name}-{secrets.token_hex(8)}"
         try:
-            self._agent: Any = _new_agent(agent_name, backend)
-            self._registered = [
-                self._agent.register_memory([(region.address, length, region.device or 0, "")], region.kind)
-                for region, length in (
-                    (self._pool, memory.page_bytes * memory.num_pages),
-                    (words, self._generations.nbytes),
-                )
-            ]
-            self._scratch = ScratchWords(self._agent)
+            self._agent: Any = new_agent(agent_name, settings)
+            regions = [self._pool, words] + ([self._sink] if self._sink is not None else [])
+            self._registered = [region.register(self._agent) for region in regions]
+            self._peers = NixlPeers(self._agent, ScratchWords(self._agent))
             metadata = self._agent.get_agent_metadata()
+        except BackendError as error:
+            raise TransferError("register", str(error)) from error
         except Exception as error:
-            raise TransferError("register", f"NIXL with backend {backend}: {error}") from error
+            raise TransferError("register", f"NIXL with backend {settings.backend}: {error}") from error
         self._endpoint = NixlEndpoint(
             agent=agent_name,
             metadata=metadata,
@@ -89,84 +78,99 @@ class NixlTransport:
     def open_reads(self) -> int:
         """Reads that NIXL has not ended, abandoned ones included."""
         with self._lock:
-            return sum(len(peer.reads) for peer in self._peers.values())
+            return self._peers.open_reads
 
     def endpoint(self) -> bytes:
         return self._endpoint
 
     def connect(self, endpoint: bytes) -> Peer:
-        """As in ``Transport``. A forgotten peer with a read still under way keeps its old connection: dropping that
-        would leave the read without anyone who can say when it has ended.
-        """
         try:
             wanted = NixlEndpoint.decode(endpoint)
         except EndpointError as error:
             raise TransferError("connect", f"not an endpoint: {error}") from error
         with self._lock:
-            agent = self._live_agent()
-            known = self._peers.get(wanted.agent)
-            if known is not None:
-                known = self._sweep(wanted.agent, known)
-            if known is None:
-                self._add(agent, wanted)
-            elif known.endpoint != wanted:
-                raise TransferError("connect", f"{wanted.agent}: two endpoints of one name")
+            self._live_agent()
+            self._peers.connect(wanted)
         return Peer(wanted.agent)
 
     def forget(self, peer: Peer) -> None:
         with self._lock:
-            known = self._peers.get(peer)
-            if known is not None:
-                known.forgotten = True
-                self._sweep(peer, known)
+            self._peers.forget(peer)
 
-    def read_pages(self, peer: Peer, remote: Sequence[int], local: Sequence[int], notice: bytes = b"") -> NixlRead:
+    def read_pages(self, peer: Peer, remote: Sequence[int], local: Sequence[int], notice: bytes = b"") -> Read:
         with self._lock:
             known = self._known(peer)
-            there = known.endpoint
-            if there.page_bytes != self._memory.page_bytes:
+            source, target = known.pool, self._pool
+            if source.element_bytes != target.element_bytes:
                 raise TransferError(
-                    "prepare", f"{peer}: {self._memory.page_bytes} bytes a page here, {there.page_bytes} there"
+                    "prepare", f"{peer}: {target.element_bytes} bytes a page here, {source.element_bytes} there"
                 )
-            _check_pages(peer, remote, there.num_pages)
-            _check_pages(peer, local, self._memory.num_pages)
             if len(remote) != len(local):
                 raise TransferError("prepare", f"{peer}: {len(remote)} pages there, {len(local)} here")
-            source = _Region(there.address, there.page_bytes, there.device)
-            handle = self._prepare(peer, page_runs(remote, local), source, self._pool, notice)
-            failed = self._post(peer, handle)
-            read = NixlRead(self._agent, handle, peer=peer, lock=self._lock, on_end=self._ended, post_error=failed)
-            self._open(known, read, failed)
-            return read
+            _check_pages(peer, remote, source)
+            _check_pages(peer, local, target)
+            return self._read(known, target, ends_of(page_runs(remote, local), source, target), notice)
 
-    def read_generations(self, peer: Peer, pages: Sequence[int]) -> NixlGenerationRead:
+    def read_ranges(self, peer: Peer, ranges: ByteRanges, notice: bytes = b"") -> Read:
         with self._lock:
             known = self._known(peer)
-            _check_pages(peer, pages, known.endpoint.num_pages)
-            source = _Region(known.endpoint.generations, _WORD_BYTES, None)
+            source, target = known.pool, self._pool
             try:
-                words = self._scratch.take(len(pages))
-            except Exception as error:
-                raise nixl_failure(error, "prepare", peer) from error
-            target = _Region(words.ctypes.data, _WORD_BYTES, None)
-            try:
-                handle = self._prepare(peer, page_runs(pages, range(len(pages))), source, target, b"")
-            except TransferError:
-                self._scratch.give_back(words)
-                raise
-            failed = self._post(peer, handle)
+                rows = joined(ranges)
+            except (ValueError, TypeError, OverflowError) as error:
+                raise TransferError("prepare", f"{peer}: {error}") from error
+            for offsets, region, where in ((rows[:, 0], source, "there"), (rows[:, 1], target, "here")):
+                if not region.holds_bytes(offsets, rows[:, 2]):
+                    raise TransferError(
+                        "prepare",
+                        f"{peer}: no range, an empty one, or one outside the {region.num_bytes} bytes {where}",
+                    )
+            ends = Ends(source.cut_bytes(rows[:, 0], rows[:, 2]), target.cut_bytes(rows[:, 1], rows[:, 2]))
+            return self._read(known, target, ends, notice)
+
+    def read_generations(self, peer: Peer, pages: Sequence[int]) -> GenerationRead:
+        with self._lock:
+            known = self._known(peer)
+            words = known.words
+            _check_pages(peer, pages, words)
+            placed = known.word_transfers.take(
+                pages, lambda runs, target: self._prepare(known, words, target, ends_of(runs, words, target))
+            )
+            transfer = placed.transfer
+            posted = self._post(peer, transfer.handle)
+            if posted.status == "DONE":
+                values = transfer.scratch.at(placed.places)
+                known.word_transfers.give_back(transfer)
+                return FinishedRead(values)
             read = NixlGenerationRead(
                 self._agent,
-                handle,
-                words=words,
-                count=len(pages),
+                transfer,
+                places=placed.places,
                 peer=peer,
                 lock=self._lock,
-                on_end=self._ended,
-                post_error=failed,
+                on_end=self._peers.ended,
+                post_error=posted.error,
             )
-            self._open(known, read, failed)
+            self._open(known, read, posted.error)
             return read
+
+    def discard(self, peer: Peer, num_bytes: int) -> Read:
+        """Read the first ``num_bytes`` of the peer's pool, or all of it if that is less, into memory that nobody looks
+        at: what a probe does. Raises like ``read_pages``.
+        """
+        with self._lock:
+            known = self._known(peer)
+            sink = self._sink_of(peer)
+            stop = min(num_bytes, known.pool.num_bytes)
+            starts = np.arange(0, stop, sink.num_bytes)
+            lengths = np.minimum(sink.num_bytes, stop - starts)
+            ends = Ends(known.pool.cut_bytes(starts, lengths), sink.cut_bytes(np.zeros_like(starts), lengths))
+            return self._read(known, sink, ends, b"")
+
+    def pool_bytes(self, peer: Peer) -> int:
+        """Size of the peer's pool. Raises TransferError(disconnect) for an unknown peer."""
+        with self._lock:
+            return self._known(peer).pool.num_bytes
 
     def set_generation(self, page: int, generation: int) -> None:
         self._generations[page] = generation
@@ -202,74 +206,69 @@ class NixlTransport:
             if self._agent is None:
                 return
             clean = self.open_reads == 0
-            for name, known in list(self._peers.items()):
-                for read in list(known.reads):
-                    read.drop()
-                self._remove(name)
+            self._peers.close()
             if clean:
                 for descriptors in self._registered:
                     self._agent.deregister_memory(descriptors)
             self._agent = None
             self._registered = []
-            del self._scratch
 
     def _live_agent(self) -> Any:
         if self._agent is None:
             raise TransferError("closed", "this transport was closed")
         return self._agent
 
-    def _known(self, peer: Peer) -> _Peer:
+    def _known(self, peer: Peer) -> NixlPeer:
         self._live_agent()
-        known = self._peers.get(peer)
-        if known is None:
-            raise TransferError("disconnect", f"{peer}: not connected; call connect again")
-        return known
+        return self._peers.find(peer)
 
-    def _add(self, agent: Any, wanted: NixlEndpoint) -> None:
-        try:
-            added = agent.add_remote_agent(wanted.metadata)
-        except Exception as error:
-            raise nixl_failure(error, "connect", wanted.agent) from error
-        name = added.decode() if isinstance(added, bytes) else str(added)
-        if name != wanted.agent:
-            raise TransferError("connect", f"{wanted.agent}: its metadata is of {name}")
-        self._peers[name] = _Peer(wanted)
-
-    def _sweep(self, name: str, known: _Peer) -> _Peer | None:
-        """Drop a forgotten peer if no read of it is left. Returns what remains of it."""
-        if not known.forgotten:
-            return known
-        for read in list(known.reads):
-            read.poll()
-        if known.reads:
-            return known
-        self._remove(name)
-        return None
-
-    def _remove(self, name: str) -> None:
-        if self._peers.pop(name, None) is not None:
+    def _sink_of(self, peer: str) -> Region:
+        if self._sink is None:
+            space = page_aligned_words(-(-self._sink_bytes // WORD_BYTES))
+            sink = Region(space.ctypes.data, WORD_BYTES, len(space))
             try:
-                self._agent.remove_remote_agent(name)
+                self._registered.append(sink.register(self._agent))
             except Exception as error:
-                logging.getLogger(__name__).warning("NIXL could not drop peer %s: %s", name, error)
+                raise nixl_failure(error, "prepare", peer) from error
+            self._owners.append(space)
+            self._sink = sink
+        return self._sink
 
-    def _prepare(self, peer: str, runs: list[PageRun], source: _Region, target: _Region, notice: bytes) -> Any:
-        agent = self._agent
+    def _read(self, known: NixlPeer, target: Region, ends: Ends, notice: bytes) -> Read:
+        """From the peer's pool into ``target``."""
+        peer = known.endpoint.agent
+        handle = self._prepare(known, known.pool, target, ends, notice)
+        posted = self._post(peer, handle)
+        if posted.status == "DONE":
+            try:
+                handle.release()
+            except Exception as error:
+                raise nixl_failure(error, "post", peer) from error
+            return FinishedRead()
+        read = NixlRead(
+            self._agent, handle, peer=peer, lock=self._lock, on_end=self._peers.ended, post_error=posted.error
+        )
+        self._open(known, read, posted.error)
+        return read
+
+    def _prepare(self, known: NixlPeer, source: Region, target: Region, ends: Ends, notice: bytes = b"") -> Any:
+        agent, peer = self._agent, known.endpoint.agent
         try:
-            here = agent.get_xfer_descs(_descriptors(target, [(run.local, run.pages) for run in runs]), target.kind)
-            there = agent.get_xfer_descs(_descriptors(source, [(run.remote, run.pages) for run in runs]), source.kind)
+            here = agent.get_xfer_descs(ends.here, target.kind)
+            there = agent.get_xfer_descs(ends.there, source.kind)
             return agent.initialize_xfer("READ", here, there, peer, notice)
         except Exception as error:
             raise nixl_failure(error, "prepare", peer) from error
 
-    def _post(self, peer: str, handle: Any) -> TransferError | None:
+    def _post(self, peer: str, handle: Any) -> _Posted:
         try:
             status = self._agent.transfer(handle)
         except Exception as error:
-            return nixl_failure(error, "post", peer)
-        return None if status in ("DONE", "PROC") else TransferError("post", f"{peer}: post ended as {status}")
+            return _Posted("ERR", nixl_failure(error, "post", peer))
+        failed = None if status in ("DONE", "PROC") else TransferError("post", f"{peer}: post ended as {status}")
+        return _Posted(status, failed)
 
-    def _open(self, known: _Peer, read: NixlRead, post_error: TransferError | None) -> None:
+    def _open(self, known: NixlPeer, read: NixlRead, post_error: TransferError | None) -> None:
         """Keep hold of the read until it ends. Raises ``post_error`` unless part of the transfer is under way all the
         same.
         """
@@ -277,44 +276,11 @@ class NixlTransport:
         if post_error is not None and read.poll() is not ReadState.READING:
             raise post_error
 
-    def _ended(self, read: NixlRead) -> None:
-        known = self._peers.get(read.peer)
-        if known is not None:
-            known.reads.discard(read)
-        if isinstance(read, NixlGenerationRead):
-            self._scratch.give_back(read.words)
+
+def _region(memory: PoolMemory) -> Region:
+    return Region(memory.address, memory.page_bytes, memory.num_pages, memory.device)
 
 
-def _check_pages(peer: str, pages: Sequence[int], num_pages: int) -> None:
-    if not pages or not all(0 <= page < num_pages for page in pages):
-        raise TransferError("prepare", f"{peer}: no page, or one outside [0, {num_pages})")
-
-
-def _descriptors(region: _Region, pieces: list[tuple[int, int]]) -> Any:
-    """``(first element, elements)`` as NIXL's rows of (address, length, device)."""
-    cuts = np.asarray(pieces, np.uint64)
-    rows = np.empty((len(pieces), 3), np.uint64)
-    rows[:, 0] = np.uint64(region.address) + cuts[:, 0] * np.uint64(region.element_bytes)
-    rows[:, 1] = cuts[:, 1] * np.uint64(region.element_bytes)
-    rows[:, 2] = region.device or 0
-    return rows
-
-
-def _page_aligned_words(count: int) -> Any:
-    """Zeros, alone in their memory pages: registering must not expose anything else."""
-    padded = -(-count // _WORDS_PER_MEMORY_PAGE) * _WORDS_PER_MEMORY_PAGE
-    space = np.zeros(padded + _WORDS_PER_MEMORY_PAGE, np.int64)
-    skip = -space.ctypes.data % 4096 // _WORD_BYTES
-    return space[skip : skip + padded]
-
-
-def _new_agent(name: str, backend: str) -> Any:
-    # Here, not at the top: the import loads CUDA libraries, and only workers that move pages need it.
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    if "NIXL_LOG_LEVEL" not in os.environ:
-        logging.getLogger("nixl").setLevel(logging.WARNING)
-    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[backend]))
-    if backend not in agent.backends:
-        raise RuntimeError("the backend's plugin is missing")
-    return agent
+def _check_pages(peer: str, pages: Sequence[int], region: Region) -> None:
+    if not region.holds(pages):
+        raise TransferError("prepare", f"{peer}: no page, or one outside [0, {region.elements})")

@@ -7,9 +7,25 @@ unless the implementation says that it locks; none waits for a peer. It knows pa
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NewType, Protocol
+from typing import Any, NamedTuple, NewType, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 Peer = NewType("Peer", str)  # one incarnation of one remote worker; a restarted worker is another peer
+
+Rows = npt.NDArray[np.int64]  # [ranges, 3]: the columns of ByteRange
+
+
+class ByteRange(NamedTuple):
+    """``length`` bytes at byte offset ``remote`` in the peer's pool, to byte offset ``local`` in ours."""
+
+    remote: int
+    local: int
+    length: int
+
+
+ByteRanges = Sequence[ByteRange] | Rows
 
 
 class TransferError(Exception):
@@ -93,6 +109,12 @@ class Transport(Protocol):
         successful end.
 
         Raises TransferError(prepare | post); then nothing was started.
+        """
+
+    def read_ranges(self, peer: Peer, ranges: ByteRanges, notice: bytes = b"") -> Read:
+        """Copy bytes between pools whose pages need not have one shape. Else as ``read_pages``.
+
+        The ranges' local ends must not overlap: in which order they are written is not said.
         """
 
     def read_generations(self, peer: Peer, pages: Sequence[int]) -> "GenerationRead":

@@ -44,7 +44,7 @@ async def read_completion(service: Service, body: Json) -> Generation:
     refuse_rest(fields.rest)
     prompt = await read_prompt(service, value)
     max_tokens = fit_max_tokens(service, len(prompt), options, DEFAULT_MAX_TOKENS, "prompt")
-    return Generation(prompt, options.sampling(max_tokens), stops, include_usage)
+    return Generation(prompt, options.sampling(max_tokens), stops, include_usage, continues=True)
 
 
 class CompletionForm:

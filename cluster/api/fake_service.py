@@ -13,8 +13,6 @@ VOCAB_SIZE = 1000
 class WordTokenizer:
     """One token per word, with the blank before it; words get ids as they come."""
 
-    special_token_ids: frozenset[int] = frozenset()
-
     def __init__(self) -> None:
         self.words: list[str] = []
 
@@ -25,6 +23,11 @@ class WordTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.words[token_id] for token_id in ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.words[token_id].encode() if token_id < len(self.words) else b""
+
+    first_token_bytes = token_bytes
 
 
 class FakeService:

@@ -16,6 +16,7 @@ class Generation:
     sampling: SamplingParams
     stops: tuple[str, ...] = ()
     include_usage: bool = False
+    continues: bool = False  # the text goes on from the prompt's, where a chat's answer is one of its own
 
 
 def check_model(service: Service, fields: Fields) -> None:

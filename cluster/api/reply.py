@@ -58,7 +58,8 @@ async def chunks(
 
 def _open(service: Service, generation: Generation, request_id: str | None) -> TextStream:
     tokens = service.generate(generation.prompt, generation.sampling, request_id)
-    return TextStream(tokens, service.tokenizer, generation.stops)
+    follows = generation.prompt if generation.continues else ()
+    return TextStream(tokens, service.tokenizer, generation.stops, follows)
 
 
 def _usage(generation: Generation, stream: TextStream) -> Json:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from splitserve.engine.detokenizer import Decoder
-from splitserve.engine.protocol import FinishReason, SamplingParams
+from splitserve.engine.protocol import FinishReason, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,9 @@ class Tokens:
     token_ids: list[int]
     finish: FinishReason | None = None  # with the last item: STOP or LENGTH
     cached_tokens: int | None = None  # prompt tokens taken from a prefix cache; known once, with the first item
+    logprobs: list[TokenLogprobs] | None = None  # one for each of ``token_ids``, where asked for
+    # One for each token of the prompt but the first, where asked for; with the first item
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)

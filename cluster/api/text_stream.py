@@ -21,12 +21,19 @@ class TextStream:
     already been computed: it depends on the text, not on timing.
     """
 
-    def __init__(self, tokens: AsyncGenerator[Tokens, None], tokenizer: Decoder, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokens: AsyncGenerator[Tokens, None],
+        tokenizer: Decoder,
+        stops: Sequence[str] = (),
+        follows: Sequence[int] = (),
+    ) -> None:
+        """``follows`` are tokens whose text this one goes on from: a blank at its beginning counts then."""
         self.completion_tokens = 0
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None  # "stop" or "length"
         self._tokens = tokens
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, follows)
         self._stops = StopStrings(stops) if stops else None
 
     async def pieces(self) -> AsyncGenerator[str, None]:

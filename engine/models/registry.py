@@ -1,4 +1,4 @@
-"""The model classes by architecture."""
+"""How a model of each architecture is built."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -7,8 +7,11 @@ import torch
 
 from splitserve.engine.batch import StepBatch
 from splitserve.engine.model_config import ModelConfig
-from splitserve.engine.models.llama import Llama
+from splitserve.engine.models.gemma import gemma2, gemma3
+from splitserve.engine.models.llama import llama
+from splitserve.engine.models.mixtral import mixtral
 from splitserve.engine.models.platform import Platform
+from splitserve.engine.models.qwen3 import qwen3
 
 
 class Model(Protocol):
@@ -29,7 +32,16 @@ class Model(Protocol):
         """Rows of what ``forward`` returned through the last norm and the output head: [rows, vocab_size] float32."""
 
 
-MODELS: dict[str, Callable[[ModelConfig, Platform], Model]] = {"llama": Llama}
+MODELS: dict[str, Callable[[ModelConfig, Platform], Model]] = {
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "llama": llama,
+    "mistral": llama,
+    "mixtral": mixtral,
+    "qwen2": llama,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3,
+}
 
 
 def build_model(config: ModelConfig, platform: Platform) -> Model:

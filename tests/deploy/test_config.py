@@ -8,7 +8,7 @@ import pytest
 
 from splitserve.cluster.settings import AppSettings, GatewaySettings, ListenSettings, PoolSettings
 from splitserve.deploy.config import ConfigError, ServeSettings, app_settings, serve_settings
-from splitserve.engine.settings import EngineSettings, SimulationSettings
+from splitserve.engine.settings import EngineSettings, SimulationSettings, TransferSettings
 
 
 @pytest.fixture
@@ -40,6 +40,7 @@ def test_every_field_of_every_section_has_a_default() -> None:
         ServeSettings,
         EngineSettings,
         SimulationSettings,
+        TransferSettings,
         GatewaySettings,
         ListenSettings,
         PoolSettings,
@@ -101,8 +102,8 @@ def test_the_served_name_is_the_model_where_none_is_given() -> None:
         ("gateways: true", ["`int`", "`bool`", "$.gateways"]),
         ("prefill: {workers: 0}", [">= 1", "$.prefill.workers"]),
         ("prefill: {gpus: -1}", [">= 0", "$.prefill.gpus"]),
-        ("engine: {lease_s: .nan}", ["$.engine.lease_s"]),
-        ("engine: {dtype: int8}", ["'int8'", "$.engine.dtype"]),
+        ("engine: {transfer: {lease_s: .nan}}", ["$.engine.transfer.lease_s"]),
+        ("engine: {dtype: int4}", ["'int4'", "$.engine.dtype"]),
         ("engine: {page_hash_key: ''}", ["length >= 1", "$.engine.page_hash_key"]),
         ("engine:", ["`object`", "`null`", "$.engine"]),
         ("engine: smollm2", ["`object`", "`str`", "$.engine"]),
@@ -182,7 +183,7 @@ def test_a_wrong_override_is_named() -> None:
 @pytest.mark.parametrize("value", [0, -1, 90_000, float("inf"), float("nan")])
 def test_deadlines_of_the_hand_over_are_bounded(value: float) -> None:
     with pytest.raises(ConfigError, match="lease_s"):
-        app_settings({"engine": {"lease_s": value}})
+        app_settings({"engine": {"transfer": {"lease_s": value}}})
 
 
 def test_a_page_hash_key_is_measured_in_bytes() -> None:

@@ -20,7 +20,7 @@ LONG_PROMPT = list(range(1000, 1400))  # 8 s of prefill
 CONFIG = """
 gateway: {served_name: slow, placement_wait_s: 3.0}
 engine:
-  lease_s: 4.0
+  transfer: {lease_s: 4.0}
   chunk_tokens: 32
   simulation: {prefill_token_s: 0.02, step_s: 0.02}
 """

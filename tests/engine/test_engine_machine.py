@@ -1,9 +1,11 @@
 """Two small engines under random operations, faults and time: whatever happens, a request ends once, with the tokens
 that an undisturbed engine would have drawn, and nothing stays behind.
 
-The simulated runner checks what its pages hold: one foreign page would fail a step.
+The simulated runner checks what its pages hold: one foreign page would fail a step. Prompts begin alike, so that some
+wait for pages that others compute; priorities differ, and pools are so small that sequences lose their pages.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from splitserve.engine.protocol import FinishReason, Request, RequestId, SamplingParams
 from splitserve.engine.scheduler import SchedulerLimits
+from splitserve.engine.sequence import SequenceState
 from splitserve.engine.simulated_runner import mix
 from splitserve.kvtransfer.ticket import Ticket
 
 Make = Callable[..., Any]
 
 PAGES = 7  # of 4 tokens, in each engine
-LIMITS = SchedulerLimits(step_tokens=7, chunk_tokens=3, max_running=3)
+MAX_PREEMPTIONS = 1
+LIMITS = SchedulerLimits(step_tokens=7, chunk_tokens=3, max_running=3, max_preemptions=MAX_PREEMPTIONS)
 FAULTS = ["refuse_connect", "fail_prepare", "fail_post", "fail_poll", "raise_foreign", "hang", "lose_notices"]
 FAULTS += ["double_notices", "drop_peer_once"]
 PROMPT = st.builds(
@@ -60,6 +64,11 @@ class Leg:
         return list(self.bench.tokens.get(self.name, []))
 
 
+def waiting_tokens(bench: Any) -> int:
+    scheduler = bench.engine._scheduler
+    return int(scheduler.waiting.tokens + scheduler.to_receive.tokens)
+
+
 class EngineMachine(RuleBasedStateMachine):
     """A gateway that does what it likes with two engines; each can do both parts."""
 
@@ -69,9 +78,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.legs: list[Leg] = []
         self.taken: list[Leg] = []  # legs that were handed over and whose ticket was used
 
-    def add(self, bench: Any, prompt: list[int], sampling: SamplingParams, ticket: Ticket | None, over: bool) -> None:
+    def add(
+        self,
+        bench: Any,
+        prompt: list[int],
+        sampling: SamplingParams,
+        ticket: Ticket | None,
+        over: bool,
+        priority: int = 0,
+    ) -> None:
         name = RequestId(f"r{len(self.legs)}")
-        request = Request(name, tuple(prompt), bench.hasher.chain(prompt), sampling)
+        request = Request(name, tuple(prompt), bench.hasher.chain(prompt), sampling, priority=priority)
         bench.engine.add(request, hand_over=over, ticket=ticket)
         self.legs.append(Leg(bench, request, tokens_of(request), over))
 
@@ -81,11 +98,12 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         seed=st.integers(0, 2),
         over=st.booleans(),
+        priority=st.sampled_from([0, 0, -1, 1]),
     )
-    def burst(self, at: int, prompts: list[list[int]], max_tokens: int, seed: int, over: bool) -> None:
+    def burst(self, at: int, prompts: list[list[int]], max_tokens: int, seed: int, over: bool, priority: int) -> None:
         """More than fits at once: some wait, some are preempted."""
         for prompt in prompts:
-            self.add(self.benches[at], prompt, SamplingParams(max_tokens=max_tokens, seed=seed), None, over)
+            self.add(self.benches[at], prompt, SamplingParams(max_tokens=max_tokens, seed=seed), None, over, priority)
 
     @rule(at=st.sampled_from([0, 1]), prompt=PROMPT, max_tokens=st.integers(2, 9), seed=st.integers(0, 2))
     def prefill(self, at: int, prompt: list[int], max_tokens: int, seed: int) -> None:
@@ -124,7 +142,20 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(at=st.sampled_from([0, 1]), steps=st.integers(1, 12))
     def step(self, at: int, steps: int) -> None:
         for _ in range(steps):
-            self.benches[at].step()
+            self.step_once(self.benches[at])
+
+    def step_once(self, bench: Any) -> None:
+        """One step, and what has to be true of its decisions."""
+        engine, scheduler = bench.engine, bench.engine._scheduler
+        before = {sequence: sequence.preemptions for sequence in engine._sequences.values()}
+        transferring = engine.transferring
+        result = bench.step()
+        waits_for_peers = transferring or engine.transferring
+        assert result.computed or waits_for_peers or not (scheduler.running or scheduler.waiting)
+        for sequence, preemptions in before.items():
+            assert sequence.preemptions <= MAX_PREEMPTIONS
+            if sequence.preemptions > preemptions:
+                assert all(other.rank < sequence.rank for other in scheduler.running)
 
     @rule(at=st.sampled_from([0, 1]), seconds=st.sampled_from([0.5, 0.5, 2.5, 6.0]))
     def wait(self, at: int, seconds: float) -> None:
@@ -144,6 +175,19 @@ class EngineMachine(RuleBasedStateMachine):
             setattr(faults, fault, False)
 
     @invariant()
+    def the_ledger_is_exact(self) -> None:
+        for bench in self.benches:
+            pool, owners = bench.pool, Counter[int]()
+            for sequence in bench.engine._sequences.values():
+                if sequence.pages is not None:
+                    owners.update(sequence.pages.page_ids)
+            assert all(pool._owners[page] >= count for page, count in owners.items())
+            assert all(count == 1 or pool.cache.is_sealed(page) for page, count in owners.items())
+            assert pool.held_pages == sum(1 for count in pool._owners if count)
+            waiting = [s for s in bench.engine._sequences.values() if s.state is SequenceState.WAITING]
+            assert sum(len(s.tokens) for s in waiting) == waiting_tokens(bench)
+
+    @invariant()
     def no_page_is_foreign(self) -> None:
         assert [bench.total("splitserve_failed_steps_total") for bench in self.benches] == [0, 0]
 
@@ -159,7 +203,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(1000):
             for bench in self.benches:
                 bench.clock.now += 0.1
-                bench.step()
+                self.step_once(bench)
             if all(bench.engine.idle for bench in self.benches):
                 break
         for bench in self.benches:

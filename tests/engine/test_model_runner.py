@@ -151,7 +151,7 @@ def test_it_is_a_runner_with_its_pool_in_host_memory() -> None:
     assert layout.page_shape == (2, 2, 2, 16, 8)
     assert layout.dtype == "float32"
     assert FILES.fingerprint in layout.model
-    assert CONFIG.rope_key in layout.model
+    assert CONFIG.cache_key in layout.model
     memory = one.memory()
     assert (memory.page_bytes, memory.num_pages) == (layout.page_bytes, 100_000 // layout.page_bytes)
     assert memory.address == memory.owner.data_ptr()
@@ -190,7 +190,7 @@ def test_a_chunk_that_cannot_be_computed_is_refused(bad: Chunk, message: str) ->
     [
         ({"num_pages": 1, "kv_memory_bytes": 1}, "not both"),
         ({"kv_memory_bytes": 10}, "at least one page"),
-        ({"dtype": "int8"}, "'int8' is not supported"),
+        ({"dtype": "int4"}, "'int4' is not supported"),
         ({"device": "meta"}, "'meta' is not supported"),
         ({"max_model_tokens": 65}, r"\[1, 64\]"),
     ],

@@ -63,6 +63,28 @@ def test_key_and_context_are_part_of_every_name(other: PageHasher) -> None:
     assert name(PAGE, other) != name(PAGE)
 
 
+@pytest.mark.parametrize("salt", ["a", "b", "tenant 1", " ", "\0", "é", "x" * 1000])
+def test_a_salt_gives_names_of_its_own_and_the_same_in_every_process(salt: str) -> None:
+    """B056, B104."""
+    plain, salted = HASHER.chain([*PAGE, *PAGE]), HASHER.chain([*PAGE, *PAGE], salt=salt)
+    assert not set(plain) & set(salted)
+    assert salted == PageHasher(4, b"cluster key", b"model float32").chain([*PAGE, *PAGE], salt=salt)
+    assert salted != HASHER.chain([*PAGE, *PAGE], salt=salt + "'")
+    assert HASHER.chain([*PAGE, *PAGE], known=salted[:1], salt=salt) == salted
+
+
+def test_no_salt_is_the_plain_name() -> None:
+    assert HASHER.root_for("") == HASHER.root
+    assert HASHER.chain(PAGE, salt="") == HASHER.chain(PAGE)
+
+
+def test_a_salt_that_spells_a_page_does_not_reach_its_name() -> None:
+    """Whoever chooses his salt would otherwise share pages with those who have none."""
+    page = [0x41414141, 0x42424242, 0x43434343, 0x44444444]
+    spelled = b"".join(token.to_bytes(8, "little") for token in page).decode()
+    assert HASHER.root_for(spelled) != HASHER.extend(HASHER.root, page)
+
+
 def test_names_of_other_page_sizes_are_others() -> None:
     tokens = list(range(8))
     assert not set(PageHasher(2, b"k").chain(tokens)) & set(PageHasher(4, b"k").chain(tokens))

@@ -3,6 +3,7 @@
 The model keeps what each page was written with; whoever shares a page must find the prefix he asked for.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -158,6 +159,22 @@ class PoolMachine(RuleBasedStateMachine):
             found = self.pool.cache.leading(HASHER.chain(prefix))
             assert page not in found or found.index(page) == len(prefix) - 1
 
+    @invariant()
+    def gains_are_what_releasing_would_give(self) -> None:
+        """Counted page by page: available once nobody but the pool knows it."""
+        counts = Counter(page for owner in self.owners for page in owner.hold.page_ids)
+        expected, gained = [], 0
+        for owner in self.owners:
+            counts.subtract(owner.hold.page_ids)
+            gained += sum(1 for page in owner.hold.page_ids if not counts[page])
+            expected.append(gained)
+        assert list(self.pool.gains(owner.hold for owner in self.owners)) == expected
+
+    @invariant()
+    def shared_pages_that_nobody_owns_are_counted(self) -> None:
+        pages = [self.pool.cache.leading([name])[0] for name in self.pool.cache.names()]
+        assert self.pool.idle_among(pages) == self.pool.cached_pages
+
     def teardown(self) -> None:
         for owner in list(self.owners):
             self.release(owner)
@@ -233,6 +250,18 @@ def test_a_page_that_went_and_came_back_between_two_reports_is_in_neither_list()
     sealed(pool, [1]).release()
     sealed(pool, [0]).release()
     assert pool.cache.drain_events() == ([], [])
+
+
+def test_a_hold_whose_pages_have_other_owners_gains_nothing_alone() -> None:
+    """B067: who gives way must be worth it."""
+    pool = PagePool(4)
+    first = sealed(pool, [0, 0])
+    second = sealed(pool, [0, 0])
+    third = sealed(pool, [0, 0, 0])
+    assert list(pool.gains([first, second])) == [0, 0]
+    assert list(pool.gains([third, first, second])) == [1, 1, 3]
+    for hold in (first, second, third):
+        hold.release()
 
 
 def test_a_pool_without_pages_is_refused() -> None:

@@ -33,10 +33,34 @@ def test_agrees_with_the_definition_for_every_cut(stops: list[str], pieces: list
         seen += piece
         matched = scanned.matched
         if matched is None:
-            assert seen == emitted + seen[len(emitted) :]
+            assert seen.startswith(emitted)
             assert len(seen) - len(emitted) == longest_partial(seen, stops)
     emitted += scanner.flush()
     assert (emitted, matched) == first_completed(seen, stops)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "before", "matched"),
+    [
+        (["aaab"], "aaaab", "a", "aaab"),  # fails in the middle of itself and begins again
+        (["abab", "abac"], "ababac", "", "abab"),
+        (["ababc"], "abababc", "ab", "ababc"),
+        (["abcd", "bc"], "abcd", "a", "bc"),  # complete first
+        (["c", "bc", "abc"], "abc", "", "abc"),  # complete at the same character: the longest
+        (["a"], "aaa", "", "a"),
+        (["ab"], "abc", "", "ab"),  # at the very beginning
+        (["\u20ac\U0001f600"], "a\u20ac\u20ac\U0001f600", "a\u20ac", "\u20ac\U0001f600"),
+        (["abc"], "ababab", "ababab", None),
+    ],
+)
+def test_the_match_that_is_complete_first_ends_the_text(
+    stops: list[str], text: str, before: str, matched: str | None
+) -> None:
+    for size in range(1, len(text) + 1):
+        scanner = StopStrings(stops)
+        scanned = [scanner.push(text[at : at + size]) for at in range(0, len(text), size)]
+        assert "".join(piece.emit for piece in scanned) + scanner.flush() == before
+        assert scanned[-1].matched == matched
 
 
 def test_a_partial_match_is_released_when_it_fails() -> None:

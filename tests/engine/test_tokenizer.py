@@ -103,8 +103,8 @@ def test_of_a_model_on_the_hub_no_weights_are_downloaded(tmp_path: Path, monkeyp
     tiny().save_pretrained(tmp_path)
     wanted: list[str] = []
 
-    def download(model_id: str, allow_patterns: list[str]) -> str:
-        assert model_id == "some/model"
+    def download(model_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+        assert (model_id, revision) == ("some/model", None)
         wanted.extend(allow_patterns)
         return str(tmp_path)
 

@@ -16,6 +16,7 @@ class RandomModel:
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         shapes = build_model(config, plain_platform(torch.device("meta"), torch.float32)).destinations()
         self.config = config
+        self.native_dtype = None
         self.fingerprint = f"random {seed} {config}"
         self.index = {name: TensorInfo(tuple(weight.shape), 4 * weight.numel()) for name, weight in shapes.items()}
         self._seed = seed

@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from splitserve.kvtransfer.nixl_descriptors import Region
 from splitserve.kvtransfer.nixl_read import NixlGenerationRead, NixlRead
 from splitserve.kvtransfer.nixl_scratch import ScratchWords
+from splitserve.kvtransfer.nixl_words import WINDOW_WORDS, PeerWords, WordTransfer
+from splitserve.kvtransfer.page_runs import PageRun
 from splitserve.kvtransfer.transport import ReadState, TransferError
 
 
@@ -107,29 +110,77 @@ def test_a_handle_that_cannot_be_released_fails_the_read() -> None:
     assert ended == [read]
 
 
+def prepare(runs: list[PageRun], target: Region) -> FakeHandle:
+    assert sum(run.pages for run in runs) <= target.elements
+    return FakeHandle()
+
+
+def generations_of(transfer: WordTransfer, places: list[int], words: PeerWords, *answers: str) -> NixlGenerationRead:
+    return NixlGenerationRead(
+        FakeAgent(*answers),
+        transfer,
+        places=places,
+        peer="p",
+        lock=RLock(),
+        on_end=lambda read: words.give_back(transfer),
+    )
+
+
 def test_values_are_taken_before_the_words_are_reused() -> None:
-    agent = FakeAgent("DONE")
-    scratch = ScratchWords(agent)
-    words = scratch.take(3)
-    words[:3] = [5, 6, 7]
-
-    def end(read: NixlRead) -> None:
-        scratch.give_back(words)
-
-    handle = FakeHandle()
-    read = NixlGenerationRead(agent, handle, words=words, count=3, peer="p", lock=RLock(), on_end=end)
+    words = PeerWords(8, ScratchWords(FakeAgent()))
+    placed = words.take([7, 2, 7], prepare)
+    placed.transfer.scratch.words[:8] = range(10, 18)
+    read = generations_of(placed.transfer, placed.places, words, "DONE")
     assert read.poll() is ReadState.DONE
-    scratch.take(3)[:] = 0
-    assert read.values() == [5, 6, 7]
+    again = words.take([1], prepare).transfer
+    assert again is placed.transfer
+    assert again.handle.releases == 0
+    again.scratch.words[:] = 0
+    assert read.values() == [17, 12, 17]
+
+
+def test_a_failed_transfer_of_words_is_not_used_again() -> None:
+    scratch = ScratchWords(FakeAgent())
+    words = PeerWords(8, scratch)
+    placed = words.take([7], prepare)
+    handle = placed.transfer.handle
+    assert generations_of(placed.transfer, placed.places, words, "ERR").poll() is ReadState.FAILED
+    assert (handle.releases, scratch.taken) == (1, 0)
+    assert words.take([7], prepare).transfer is not placed.transfer
+
+
+def test_two_reads_of_words_at_once_share_nothing_and_a_dropped_peer_keeps_nothing() -> None:
+    scratch = ScratchWords(FakeAgent())
+    words = PeerWords(3 * WINDOW_WORDS, scratch)
+    taken = [words.take(pages, prepare).transfer for pages in ([1], [2], [WINDOW_WORDS], [1, 2 * WINDOW_WORDS])]
+    assert len({id(transfer.scratch.words) for transfer in taken}) == len(taken)
+    handles = [transfer.handle for transfer in taken]
+    for transfer in taken:
+        read = generations_of(transfer, [0], words, "DONE")
+        assert read.poll() is ReadState.DONE
+    assert [handle.releases for handle in handles] == [0, 0, 0, 1]
+    words.release()
+    assert [handle.releases for handle in handles] == [1, 1, 1, 1]
+    assert scratch.taken == 0
+
+
+def test_words_that_cannot_be_prepared_leave_nothing_taken() -> None:
+    def refuse(runs: list[PageRun], target: Region) -> FakeHandle:
+        raise TransferError("prepare", "x")
+
+    scratch = ScratchWords(FakeAgent())
+    with pytest.raises(TransferError):
+        PeerWords(8, scratch).take([1], refuse)
+    assert scratch.taken == 0
 
 
 def test_scratch_is_registered_once_per_read_at_a_time() -> None:
     agent = FakeAgent()
     scratch = ScratchWords(agent)
     first, second = scratch.take(1), scratch.take(64)
-    assert len(first) == len(second) == 64
-    assert not np.shares_memory(first, second)
+    assert len(first.words) == len(second.words) == 64
+    assert not np.shares_memory(first.words, second.words)
     scratch.give_back(first)
     assert scratch.take(30) is first
-    assert len(scratch.take(65)) == 128
+    assert len(scratch.take(65).words) == 128
     assert (agent.registered, scratch.taken) == (3, 3)

@@ -1,134 +1,21 @@
 """The NIXL transport between two processes of this machine, in host memory."""
 
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from queue import Queue
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from nixl_pair.processes import LAYOUT, PAGES, PeerProcess, Receiver, wait_for, wait_until
 
-from splitserve.kvtransfer.layout import PageLayout
 from splitserve.kvtransfer.nixl_endpoint import EndpointError, NixlEndpoint
 from splitserve.kvtransfer.nixl_transport import NixlTransport
 from splitserve.kvtransfer.notice import Notice, NoticeKind
-from splitserve.kvtransfer.reception import Reception, ReceptionState
-from splitserve.kvtransfer.ticket import Ticket, new_ticket_id
-from splitserve.kvtransfer.transport import PoolMemory, Read, ReadState, TransferError
+from splitserve.kvtransfer.probe import Probe, ProbeState
+from splitserve.kvtransfer.reception import ReceptionState
+from splitserve.kvtransfer.settings import TransportSettings
+from splitserve.kvtransfer.transport import ByteRange, PoolMemory, ReadState, TransferError
 
 pytest.importorskip("nixl")
-
-LAYOUT = PageLayout(model="m", layers=2, kv_heads=4, page_tokens=16, head_dim=64, dtype="float32")
-PAGES = 512
-LIMIT_S = 20.0
-POLL_S = 0.001
-
-
-class PeerProcess:
-    """The other worker."""
-
-    def __init__(self, name: str = "p", tls: str | None = None) -> None:
-        environment = dict(os.environ) | ({"UCX_TLS": tls} if tls else {})
-        script = Path(__file__).with_name("nixl_peer.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), name, str(PAGES), str(LAYOUT.page_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        self.notices: Queue[bytes] = Queue()
-        self._answers: Queue[str] = Queue()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-        self.endpoint = bytes.fromhex(self._answers.get(timeout=LIMIT_S))
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            match line.split():
-                case ["@notice", data]:
-                    self.notices.put(bytes.fromhex(data))
-                case ["@endpoint", data]:
-                    self._answers.put(data)
-                case ["@done"]:
-                    self._answers.put("done")
-
-    def tell(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        assert self._answers.get(timeout=LIMIT_S) == "done"
-
-    def notice_about(self, ticket_id: str) -> NoticeKind:
-        """The first one; those about other tickets are dropped."""
-        while True:
-            notice = Notice.decode(self.notices.get(timeout=LIMIT_S))
-            if notice.ticket_id == ticket_id:
-                return notice.kind
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(LIMIT_S)
-        self._listener.join(LIMIT_S)
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
-
-    def ticket(self, pages: tuple[int, ...], generation: int = 1) -> Ticket:
-        return Ticket(
-            ticket_id=new_ticket_id(),
-            worker="p",
-            incarnation=1,
-            endpoint=self.endpoint,
-            layout=LAYOUT.fingerprint,
-            tokens=16 * len(pages),
-            page_ids=pages,
-            generations=(generation,) * len(pages),
-            lease_s=60.0,
-        )
-
-
-class Receiver:
-    """This process's pool and transport."""
-
-    def __init__(self) -> None:
-        self.data = np.zeros((PAGES, LAYOUT.page_bytes), np.uint8)
-        self.transport = NixlTransport("d", PoolMemory(self.data.ctypes.data, LAYOUT.page_bytes, PAGES, self.data))
-
-    def receive(self, ticket: Ticket, first_page: int = 0, deadline_s: float = LIMIT_S) -> Reception:
-        return Reception(
-            ticket,
-            {index: first_page + index for index in range(len(ticket.page_ids))},
-            transport=self.transport,
-            layout=LAYOUT,
-            now=time.monotonic(),
-            deadline_s=deadline_s,
-        )
-
-    def finish(self, reception: Reception) -> Reception:
-        wait_until(lambda: bool(reception.poll(time.monotonic())) and reception.settled)
-        return reception
-
-    def holds(self, page: int, remote: int, generation: int = 1) -> bool:
-        return bool((self.data[page] == (remote * 13 + generation) % 256).all())
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    pause, end = threading.Event(), time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, "took too long"
-        pause.wait(POLL_S)
-
-
-def wait_for(read: Read) -> ReadState:
-    wait_until(lambda: read.poll() is not ReadState.READING)
-    return read.poll()
 
 
 @pytest.fixture(scope="module")
@@ -143,15 +30,6 @@ def peer(shared_peer: PeerProcess) -> Iterator[PeerProcess]:
     """A peer that answers; each test meets it with a transport it has not seen."""
     yield shared_peer
     shared_peer.tell("progress on")
-
-
-@pytest.fixture
-def mortal_peer() -> Iterator[PeerProcess]:
-    """A peer to kill."""
-    peer = PeerProcess()
-    yield peer
-    if peer.process.poll() is None:
-        peer.kill()
 
 
 @pytest.fixture
@@ -268,80 +146,95 @@ def test_b024_damaged_metadata_is_refused(peer: PeerProcess, receiver: Receiver)
     assert receiver.transport.connect(peer.endpoint) == there.agent
 
 
-def test_b020_a_killed_peer_fails_within_the_deadline_and_its_successor_works(
-    mortal_peer: PeerProcess, peer: PeerProcess, receiver: Receiver
-) -> None:
-    """Both peers have one name, as a worker that starts again has."""
-    assert receiver.finish(receiver.receive(mortal_peer.ticket((1, 2)))).state is ReceptionState.COMPLETE
-    mortal_peer.kill()
-    reception = receiver.finish(receiver.receive(mortal_peer.ticket((3, 4)), deadline_s=5.0))
-    assert reception.state is ReceptionState.FAILED
-    assert reception.cause in ("disconnect", "timeout")
-    reception = receiver.finish(receiver.receive(peer.ticket((5, 6)), first_page=10))
-    assert reception.state is ReceptionState.COMPLETE, reception.message
-    assert receiver.holds(10, 5)
+def test_a_range_may_cross_pages_and_start_anywhere(peer: PeerProcess, receiver: Receiver) -> None:
+    known = receiver.transport.connect(peer.endpoint)
+    size = LAYOUT.page_bytes
+    ranges = [
+        ByteRange(3 * size + 5, 40 * size + 1, size),
+        ByteRange(4 * size + 5, 41 * size + 1, 7),
+        ByteRange(0, 0, 1),
+    ]
+    assert wait_for(receiver.transport.read_ranges(known, ranges)) is ReadState.DONE
+    expected = np.zeros_like(receiver.data).reshape(-1)
+    for there, here, length in ranges:
+        positions = np.arange(there, there + length) // size
+        expected[here : here + length] = (positions * 13 + 1) % 256
+    assert (receiver.data.reshape(-1) == expected).all()
 
 
-def test_b002_a_silent_peer_times_out_and_pages_stay_taken_until_it_is_heard_of(
-    peer: PeerProcess, receiver: Receiver
-) -> None:
-    peer.tell("progress off")
-    reception = receiver.receive(peer.ticket((1, 2)), deadline_s=0.2)
-    wait_until(lambda: reception.poll(time.monotonic()) is ReceptionState.FAILED)
-    assert reception.cause == "timeout"
-    assert not reception.settled
-    assert receiver.transport.open_reads == 1
-    peer.tell("progress on")
-    receiver.finish(reception)
-    assert reception.state is ReceptionState.FAILED
-    assert receiver.finish(receiver.receive(peer.ticket((3, 4)), first_page=8)).state is ReceptionState.COMPLETE
+def test_ranges_do_not_need_pages_of_one_size(peer: PeerProcess) -> None:
+    data = np.zeros((4, 1000), np.uint8)
+    transport = NixlTransport("d", PoolMemory(data.ctypes.data, 1000, 4, data))
+    known = transport.connect(peer.endpoint)
+    with pytest.raises(TransferError, match="1000 bytes a page here"):
+        transport.read_pages(known, [1], [1])
+    rows = np.array([[LAYOUT.page_bytes * 2, 1500, 700], [LAYOUT.page_bytes * 9, 2200, 1800]])
+    assert wait_for(transport.read_ranges(known, rows)) is ReadState.DONE
+    flat = data.reshape(-1)
+    assert (flat[1500:2200] == 27).all()
+    assert (flat[2200:] == 118).all()
+    assert not flat[:1500].any()
+    transport.close()
 
 
-def test_a_peer_killed_while_silent_lets_go(mortal_peer: PeerProcess, receiver: Receiver) -> None:
-    os.kill(mortal_peer.process.pid, signal.SIGSTOP)
-    reception = receiver.receive(mortal_peer.ticket((1, 2)), deadline_s=0.2)
-    wait_until(lambda: reception.poll(time.monotonic()) is ReceptionState.FAILED)
-    mortal_peer.kill()
-    receiver.finish(reception)
+POOL_BYTES = PAGES * LAYOUT.page_bytes
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [],
+        [(0, 0, 0)],
+        [(0, 0, -1)],
+        [(-1, 0, 1)],
+        [(0, -1, 1)],
+        [(POOL_BYTES, 0, 1)],
+        [(0, POOL_BYTES - 1, 2)],
+        [(0, 0, 1), (POOL_BYTES - 1, 0, 2)],
+        [(1, 0, (1 << 63) - 1)],
+        [(1 << 64, 0, 1)],
+        [(0, 0)],
+    ],
+)
+def test_ranges_outside_a_pool_are_refused(peer: PeerProcess, receiver: Receiver, bad: list[ByteRange]) -> None:
+    known = receiver.transport.connect(peer.endpoint)
+    with pytest.raises(TransferError) as error:
+        receiver.transport.read_ranges(known, bad)
+    assert error.value.cause == "prepare"
     assert receiver.transport.open_reads == 0
-
-
-def test_forgetting_a_peer_leaves_its_read_alone(peer: PeerProcess, receiver: Receiver) -> None:
-    peer.tell("progress off")
-    known = receiver.transport.connect(peer.endpoint)
-    read = receiver.transport.read_pages(known, [1], [1])
-    receiver.transport.forget(known)
-    assert receiver.transport.open_reads == 1
-    assert read.abandon() is False
-    peer.tell("progress on")
-    assert wait_for(read) is ReadState.DONE
-    assert read.abandon() is True
-    assert receiver.holds(1, 1)
-
-
-def test_close_with_a_read_under_way(peer: PeerProcess) -> None:
-    receiver = Receiver()
-    peer.tell("progress off")
-    known = receiver.transport.connect(peer.endpoint)
-    read = receiver.transport.read_pages(known, [1], [1])
-    receiver.transport.close()
-    receiver.transport.close()
-    assert read.poll() is ReadState.FAILED
-    assert read.error is not None
-    assert read.error.cause == "closed"
-    assert read.abandon() is True
-    with pytest.raises(TransferError, match="closed"):
-        receiver.transport.connect(peer.endpoint)
-    receiver.data[:] = 0
-    peer.tell("progress on")
-    other = Receiver()  # once it has been served, so would have been the read
-    assert other.finish(other.receive(peer.ticket((2,)))).state is ReceptionState.COMPLETE
-    other.transport.close()
     assert not receiver.data.any()
 
 
-def test_a_missing_backend_is_named() -> None:
-    data = np.zeros(4096, np.uint8)
-    with pytest.raises(TransferError, match="NOSUCH") as error:
-        NixlTransport("d", PoolMemory(data.ctypes.data, 4096, 1, data), backend="NOSUCH")
+def test_b125_a_probe_measures_and_touches_no_page(peer: PeerProcess, receiver: Receiver) -> None:
+    settings = TransportSettings(probe_bytes=1 << 20)
+    probe = Probe(receiver.transport, peer.endpoint, LAYOUT.page_bytes, settings, time.monotonic)
+    wait_until(lambda: bool(probe.poll()) and probe.final)
+    assert probe.state is ProbeState.DONE, probe.error
+    assert probe.result is not None
+    assert probe.result.probe_bytes == 1 << 20
+    assert 0 < probe.result.page_latency_s <= probe.result.connect_s
+    assert not receiver.data.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (TransportSettings(backend="NOSUCH"), "backend NOSUCH: .*is missing; those that load here: .*UCX"),
+        (TransportSettings(backend="POSIX"), "backend POSIX does not move memory between processes"),
+        (TransportSettings(parameters={"engine_config": "TLS=nosuch"}), "backend UCX with parameters .*TLS=nosuch"),
+    ],
+)
+def test_a_backend_that_cannot_be_used_is_named(settings: TransportSettings, why: str) -> None:
+    with pytest.raises(TransferError, match=why) as error:
+        small_transport(settings)
     assert error.value.cause == "register"
+
+
+def test_a_parameter_that_the_plugin_does_not_list_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    small_transport(TransportSettings(parameters={"num_wrokers": "2"})).close()
+    assert "num_wrokers is not among those that UCX lists" in caplog.text
+
+
+def small_transport(settings: TransportSettings) -> NixlTransport:
+    data = np.zeros(4096, np.uint8)
+    return NixlTransport("d", PoolMemory(data.ctypes.data, 4096, 1, data), settings)
