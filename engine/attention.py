@@ -32,11 +32,11 @@ def attend_prefill(
     """One chunk against its context. ``query`` [tokens, heads, head_dim], ``key`` and ``value`` the chunk's own
     [tokens, kv_heads, head_dim], which are in ``pages``, too. Returns [tokens, heads, head_dim].
     """
-    if prefill.pages is None:
+    if prefill.start == 0:
         keys, values = key.transpose(0, 1), value.transpose(0, 1)
     else:
         # [pages, 2, kv_heads, page_tokens, head_dim] -> [2, kv_heads, context_tokens, head_dim]
-        gathered = pages.index_select(0, prefill.pages).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        gathered = pages.index_select(0, prefill.table).permute(1, 2, 0, 3, 4).flatten(2, 3)
         keys, values = gathered[:, :, : prefill.end].unbind(0)
     queries, mask = query.transpose(0, 1), prefill.mask(spec.window, query.device)
     if spec.soft_cap is not None:

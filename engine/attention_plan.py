@@ -14,7 +14,7 @@ class PrefillAttention:
     """A chunk of several tokens: positions [start, end) of its sequence."""
 
     rows: slice  # of the flat tokens
-    pages: torch.Tensor | None  # [pages] int64, pages that hold the context; None when the chunk starts its sequence
+    table: torch.Tensor  # [pages] int64, pages that hold the context, this chunk's own included
     start: int
     end: int
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
@@ -85,10 +85,8 @@ def plan_attention(chunks: Sequence[Chunk], page_tokens: int, device: torch.devi
 
 
 def _prefill(chunk: Chunk, first_row: int, page_tokens: int, device: torch.device) -> PrefillAttention:
-    pages = None
-    if chunk.start:
-        pages = torch.tensor(chunk.page_table[: _pages(chunk, page_tokens)], dtype=torch.int64, device=device)
-    return PrefillAttention(slice(first_row, first_row + len(chunk.token_ids)), pages, chunk.start, chunk.end)
+    table = torch.tensor(chunk.page_table[: _pages(chunk, page_tokens)], dtype=torch.int64, device=device)
+    return PrefillAttention(slice(first_row, first_row + len(chunk.token_ids)), table, chunk.start, chunk.end)
 
 
 def _decode(bucket: list[tuple[int, Chunk]], page_tokens: int, device: torch.device) -> DecodeAttention:

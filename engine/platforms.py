@@ -56,9 +56,12 @@ def _operations(device: torch.device, dtype: torch.dtype, attention: Attention) 
 def _linears(device: torch.device, dtype: torch.dtype, *, int8: bool) -> Linears:
     on_cpu = device.type == "cpu" and dtype is torch.float32
     if int8:
-        if not on_cpu or "fbgemm" not in torch.backends.quantized.supported_engines:
-            raise ValueError(f"dtype 'int8' needs an x86 CPU, not {device.type}")
-        torch.backends.quantized.engine = "fbgemm"
+        if not on_cpu:
+            raise ValueError(f"dtype 'int8' needs a CPU, not {device.type}")
+        try:
+            load_kernels()
+        except NotCompiled as reason:
+            raise ValueError(f"dtype 'int8' is not possible: {reason}") from reason
         return Linears(Int8Linear, device, dtype)
     packed = on_cpu and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     return Linears(PackedLinear if packed else DenseLinear, device, dtype)

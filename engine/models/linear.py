@@ -1,17 +1,15 @@
 """Projections, by how their weights are kept."""
 
-import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 from splitserve.engine.models.platform import Linear
+from splitserve.engine.native.kernels import load_kernels
 
 _TINY = 1e-30  # a scale that divides zeros
-_ROW_LEVELS = 63  # rows become integers in [-63, 63], stored from 1 to 127
-_ROW_ZERO = 64
+_PANEL = 16  # outputs that the compiled kernel multiplies together
 _EXPECTED_ROWS = 16  # what oneDNN lays weights out for; from 2 on any number gives a layout good for all batch sizes
 
 
@@ -51,33 +49,31 @@ class PackedLinear:
 
 class Int8Linear:
     """Implements ``platform.Linear`` on a CPU for float32 rows: weights as 8-bit integers with a scale per output, rows
-    rounded to 7 bits with a scale per row while multiplying.
+    rounded to 12 bits with a scale per row while multiplying.
 
-    A row's result depends on that row alone, whatever the batch. Seven bits, because without VNNI instructions products
-    are added in pairs in 16 bits, and eight would overflow there; so every machine computes the same.
+    A row's result depends on that row alone, whatever the batch.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Raises NotCompiled where there are no compiled kernels."""
         self.weight = weight
         self.bias = bias
-        self._packed: Any = None
+        self._kernels = load_kernels()
+        self._outputs = weight.shape[0]
 
     def pack(self) -> None:
+        outputs, inputs = self.weight.shape
         scales = self.weight.abs().amax(dim=1).clamp_min_(_TINY) / 127
-        points = torch.zeros(len(scales), dtype=torch.int64)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # quantised tensors are deprecated; nothing else packs weights
-            weight = torch.quantize_per_channel(self.weight, scales.double(), points, 0, torch.qint8)
-        self._packed = torch.ops.quantized.linear_prepack(weight, None)
+        levels = (self.weight / scales[:, None]).round_().to(torch.int8)
+        panels = -(-outputs // _PANEL)
+        padded = torch.zeros(panels * _PANEL, inputs + inputs % 2, dtype=torch.int8)
+        padded[:outputs, :inputs] = levels
+        self._weights = padded.view(panels, _PANEL, -1, 2).transpose(1, 2).contiguous()  # [panels, in / 2, 16, 2]
+        self._scales = torch.cat((scales, scales.new_zeros(panels * _PANEL - outputs)))
         del self.weight
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        scales = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True).clamp_min_(_TINY).div_(_ROW_LEVELS)
-        product: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            rows / scales, 1.0, _ROW_ZERO, self._packed
-        )
-        product.mul_(scales)
-        return product if self.bias is None else product.add_(self.bias)
+        return self._kernels.int8_linear(rows, self._weights, self._scales, self.bias, self._outputs)
 
 
 @dataclass(frozen=True, slots=True)

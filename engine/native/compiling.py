@@ -1,4 +1,4 @@
-"""From ``kernels.cpp`` to a shared library, once per machine and version."""
+"""From C++ to a shared library, once per machine and version."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "int8.cpp"))
 COMPILERS = ("c++", "g++", "clang++")
 # Reordered sums are welcome, but NaN and infinity must keep their meaning, so -ffast-math is not among these.
 FLAGS = (
@@ -38,7 +38,7 @@ def compiled_library() -> Path:
     handle, unfinished = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     try:
-        command = [compiler, *FLAGS, "-o", unfinished, str(SOURCE)]
+        command = [compiler, *FLAGS, "-o", unfinished, *map(str, SOURCES)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
         if result.returncode:
             raise NotCompiled(f"{compiler} failed: {result.stderr.strip()[:500]}")
@@ -70,7 +70,9 @@ def _key(compiler: str) -> str:
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotCompiled(f"{compiler} could not run: {error}") from error
-    digest = hashlib.blake2b(SOURCE.read_bytes() + version + " ".join(FLAGS).encode(), digest_size=12)
+    digest = hashlib.blake2b(version + " ".join(FLAGS).encode(), digest_size=12)
+    for source in SOURCES:
+        digest.update(source.read_bytes())
     digest.update(platform.machine().encode() + _instruction_set())
     return digest.hexdigest()
 

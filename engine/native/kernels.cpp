@@ -122,6 +122,121 @@ void attend_segment(const float* query, const Pages& pages, const int64_t* table
   }
 }
 
+// Prefill works on tiles of kRows queries of one head and kKeys keys: scores and weighted values are both products of a
+// few rows with columns in groups of 16, kept in registers.
+constexpr int64_t kRows = 6;
+constexpr int64_t kKeys = 128;
+constexpr int64_t kColumns = 16;
+typedef float Eight __attribute__((vector_size(32), aligned(4)));
+
+// out [kRows, 16] (+)= a [kRows, depth] * b [depth, 16]; rows of b have b_stride floats between them.
+inline void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, bool add,
+                     float* out, int64_t out_stride) {
+  Eight sums[kRows][2] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    const Eight left = *reinterpret_cast<const Eight*>(b + k * b_stride);
+    const Eight right = *reinterpret_cast<const Eight*>(b + k * b_stride + 8);
+#pragma GCC unroll 6
+    for (int64_t r = 0; r < kRows; ++r) {
+      const float factor = a[r * a_stride + k];
+      sums[r][0] += factor * left;
+      sums[r][1] += factor * right;
+    }
+  }
+  for (int64_t r = 0; r < kRows; ++r) {
+    for (int64_t half = 0; half < 2; ++half) {
+      Eight* to = reinterpret_cast<Eight*>(out + r * out_stride + 8 * half);
+      *to = add ? *to + sums[r][half] : sums[r][half];
+    }
+  }
+}
+
+// Keys of one head by groups of 16 positions, [groups, head_dim, 16], and its values as [positions, head_dim]; what is
+// behind `end` is zero.
+void gather_context(const Pages& pages, const int64_t* table, int64_t kv_head, int64_t begin, int64_t end,
+                    int64_t head_dim, float* keys, float* values) {
+  const int64_t padded = (end - begin + kColumns - 1) / kColumns * kColumns;
+  for (int64_t i = 0; i < padded; ++i) {
+    const int64_t position = begin + i;
+    float* group = keys + i / kColumns * head_dim * kColumns + i % kColumns;
+    float* value = values + i * head_dim;
+    if (position >= end) {
+      for (int64_t d = 0; d < head_dim; ++d) group[d * kColumns] = value[d] = 0.0f;
+      continue;
+    }
+    const int64_t page = table[position / pages.page_tokens], offset = position % pages.page_tokens * head_dim;
+    const float* key = pages.head(page, 0, kv_head, head_dim) + offset;
+    for (int64_t d = 0; d < head_dim; ++d) group[d * kColumns] = key[d];
+    std::memcpy(value, pages.head(page, 1, kv_head, head_dim) + offset, sizeof(float) * head_dim);
+  }
+}
+
+struct Prefill {
+  int64_t begin;  // first position that is gathered
+  int64_t head_dim;
+  float scale;
+  int64_t window;  // 0: none
+  float cap;       // 0: none
+};
+
+// kRows queries of one head, [kRows, head_dim], the first at position `first`; `count` of them are real. Online softmax
+// over tiles of keys, as in attend_segment.
+void attend_rows(const float* query, int64_t first, int64_t count, const Prefill& prefill, const float* keys,
+                 const float* values, float* scores, float* weighted) {
+  const int64_t head_dim = prefill.head_dim;
+  float maxima[kRows], sums[kRows];
+  std::fill(maxima, maxima + kRows, kNegativeInfinity);
+  std::fill(sums, sums + kRows, 0.0f);
+  std::fill(weighted, weighted + kRows * head_dim, 0.0f);
+  const int64_t seen_from = prefill.window ? std::max(prefill.begin, first - prefill.window + 1) : prefill.begin;
+  const int64_t last = first + count - 1;
+  for (int64_t tile = (seen_from - prefill.begin) / kColumns * kColumns + prefill.begin; tile <= last; tile += kKeys) {
+    const int64_t width = std::min(kKeys, (last - tile) / kColumns * kColumns + kColumns);
+    for (int64_t t = 0; t < width; t += kColumns) {
+      multiply(query, head_dim, keys + (tile - prefill.begin + t) * head_dim, kColumns, head_dim, false, scores + t,
+               kKeys);
+    }
+    for (int64_t r = 0; r < kRows; ++r) {
+      float* row = scores + r * kKeys;
+      const int64_t position = std::min(first + r, last);
+      const int64_t from = prefill.window ? std::max<int64_t>(0, position - prefill.window + 1 - tile) : 0;
+      const int64_t to = std::min(width, position - tile + 1);
+      if (from >= to) {
+        std::fill(row, row + width, 0.0f);
+        continue;
+      }
+      float maximum = maxima[r];
+      for (int64_t t = from; t < to; ++t) {
+        float score = row[t] * prefill.scale;
+        if (prefill.cap > 0.0f) score = prefill.cap * hyperbolic_tangent(score / prefill.cap);
+        row[t] = score;
+        maximum = score > maximum ? score : maximum;
+      }
+      const float shrink = exponential(maxima[r] - maximum);
+      float sum = 0.0f;
+      for (int64_t t = from; t < to; ++t) {
+        row[t] = exponential(row[t] - maximum);
+        sum += row[t];
+      }
+      std::fill(row, row + from, 0.0f);
+      std::fill(row + to, row + width, 0.0f);
+      if (maximum != maxima[r]) {
+        for (int64_t d = 0; d < head_dim; ++d) weighted[r * head_dim + d] *= shrink;
+        sums[r] *= shrink;
+        maxima[r] = maximum;
+      }
+      sums[r] += sum;
+    }
+    for (int64_t d = 0; d < head_dim; d += kColumns) {
+      multiply(scores, kKeys, values + (tile - prefill.begin) * head_dim + d, head_dim, width, true, weighted + d,
+               head_dim);
+    }
+  }
+  for (int64_t r = 0; r < kRows; ++r) {
+    for (int64_t d = 0; d < head_dim; ++d) weighted[r * head_dim + d] /= sums[r];
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -224,6 +339,46 @@ void splitserve_decode_attention(const float* query, float* out, const int64_t* 
         for (int64_t h = 0; h < group; ++h) {
           const float inverse = 1.0f / sums[h];
           for (int64_t d = 0; d < head_dim; ++d) out[first + h * head_dim + d] = weighted[h * head_dim + d] * inverse;
+        }
+      }
+    }
+  }
+}
+
+// Prefill attention of one chunk: `tokens` queries [tokens, heads, head_dim] at positions [start, start + tokens) of a
+// sequence, whose keys and values up to there are in the pages of `table`. head_dim is a multiple of 16.
+void splitserve_prefill_attention(const float* query, float* out, const float* pages, int64_t page_stride,
+                                  const int64_t* table, int64_t start, int64_t tokens, int64_t heads, int64_t kv_heads,
+                                  int64_t page_tokens, int64_t head_dim, float scale, int64_t window, float cap) {
+  const Pages paged{pages, page_stride, kv_heads, page_tokens};
+  const int64_t end = start + tokens, group = heads / kv_heads;
+  const int64_t begin = window ? std::max<int64_t>(0, start - window + 1) : 0;
+  const int64_t padded = (end - begin + kColumns - 1) / kColumns * kColumns;
+  const Prefill prefill{begin, head_dim, scale, window, cap};
+  std::vector<float> keys(kv_heads * padded * head_dim), values(kv_heads * padded * head_dim);
+  const int64_t blocks = (tokens + kRows - 1) / kRows;
+#pragma omp parallel
+  {
+    std::vector<float> rows(kRows * head_dim), scores(kRows * kKeys), weighted(kRows * head_dim);
+#pragma omp for schedule(static)
+    for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
+      gather_context(paged, table, kv_head, begin, end, head_dim, keys.data() + kv_head * padded * head_dim,
+                     values.data() + kv_head * padded * head_dim);
+    }
+#pragma omp for collapse(2) schedule(dynamic, 4)
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t first = block * kRows, count = std::min(kRows, tokens - first);
+        for (int64_t r = 0; r < kRows; ++r) {
+          std::memcpy(rows.data() + r * head_dim, query + ((first + std::min(r, count - 1)) * heads + head) * head_dim,
+                      sizeof(float) * head_dim);
+        }
+        const int64_t context = head / group * padded * head_dim;
+        attend_rows(rows.data(), start + first, count, prefill, keys.data() + context, values.data() + context,
+                    scores.data(), weighted.data());
+        for (int64_t r = 0; r < count; ++r) {
+          std::memcpy(out + ((first + r) * heads + head) * head_dim, weighted.data() + r * head_dim,
+                      sizeof(float) * head_dim);
         }
       }
     }

@@ -1,11 +1,11 @@
-"""The functions of ``kernels.cpp`` for torch tensors. Shapes and meaning are described there."""
+"""The functions of ``kernels.cpp`` and ``int8.cpp`` for torch tensors. Shapes and meaning are described there."""
 
 import ctypes
 from functools import cache
 
 import torch
 
-from splitserve.engine.attention_plan import DecodeAttention
+from splitserve.engine.attention_plan import DecodeAttention, PrefillAttention
 from splitserve.engine.native.compiling import NotCompiled, compiled_library
 from splitserve.engine.operations import AttentionSpec, Rotary
 
@@ -44,6 +44,18 @@ class Kernels:
             _INTEGER,
             _FLOAT,
         )
+        self._prefill_attention = function(
+            "prefill_attention",
+            *[_POINTER] * 3,
+            _INTEGER,
+            _POINTER,
+            *[_INTEGER] * 6,
+            _FLOAT,
+            _INTEGER,
+            _FLOAT,
+        )
+
+        self._int8_linear = function("int8_linear", *[_POINTER] * 5, *[_INTEGER] * 3)
 
     def rms_norm(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float
@@ -132,6 +144,54 @@ class Kernels:
             spec.window or 0,
             spec.soft_cap or 0.0,
         )
+
+    def prefill_attention(
+        self,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        pages: torch.Tensor,
+        prefill: PrefillAttention,
+        spec: AttentionSpec,
+    ) -> None:
+        """Fills the rows of ``out`` [tokens, heads, head_dim] that are ``prefill``'s; ``query`` has the same shape, and
+        head_dim is a multiple of 16.
+        """
+        _, heads, head_dim = query.shape
+        self._prefill_attention(
+            query[prefill.rows].data_ptr(),
+            out[prefill.rows].data_ptr(),
+            pages.data_ptr(),
+            pages.stride(0),
+            prefill.table.data_ptr(),
+            prefill.start,
+            prefill.end - prefill.start,
+            heads,
+            pages.shape[2],
+            pages.shape[3],
+            head_dim,
+            spec.scale,
+            spec.window or 0,
+            spec.soft_cap or 0.0,
+        )
+
+    def int8_linear(
+        self, rows: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, outputs: int
+    ) -> torch.Tensor:
+        """``rows`` [tokens, in] -> [tokens, outputs]. ``weights`` int8 in panels, ``scales`` one for each output."""
+        rows = rows.contiguous()
+        out = rows.new_empty(rows.shape[0], outputs)
+        added = None if bias is None else bias.data_ptr()
+        self._int8_linear(
+            rows.data_ptr(),
+            weights.data_ptr(),
+            scales.data_ptr(),
+            added,
+            out.data_ptr(),
+            rows.shape[0],
+            rows.shape[1],
+            outputs,
+        )
+        return out
 
 
 @cache

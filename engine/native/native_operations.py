@@ -13,10 +13,11 @@ from splitserve.engine.sampler import Draw, sample
 from splitserve.engine.step import Chunk
 
 _CPU = torch.device("cpu")
+_HEAD_DIM_STEP = 16  # of the compiled prefill attention; other sizes go through torch
 
 
 class NativeOperations:
-    """Implements ``Operations``. Prompts go through torch's fused attention, everything else is compiled."""
+    """Implements ``Operations``. Everything is compiled, for the instructions of this machine."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -61,8 +62,11 @@ class NativeOperations:
         )
         output = torch.empty_like(query)
         for prefill in plan.prefills:
-            rows = prefill.rows
-            output[rows] = attend_prefill(query[rows], key[rows], value[rows], pages, prefill, spec)
+            if query.shape[2] % _HEAD_DIM_STEP == 0:
+                self._kernels.prefill_attention(query, output, pages, prefill, spec)
+            else:
+                rows = prefill.rows
+                output[rows] = attend_prefill(query[rows], key[rows], value[rows], pages, prefill, spec)
         for decode in plan.decodes:
             self._kernels.decode_attention(query, output, pages, decode, spec)
         return output

@@ -21,7 +21,7 @@ from splitserve.engine.torch_operations import TorchOperations
 CPU = torch.device("cpu")
 TORCH = TorchOperations(CPU)
 LAYERS = 3
-PAGES = 60
+PAGES = 200
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,10 @@ def chunks_of(contexts: Sequence[tuple[int, int]], page_tokens: int) -> list[Chu
     ]
 
 
-@pytest.mark.parametrize("contexts", [[(0, 1)], [(15, 16), (16, 17), (129, 130), (0, 1)], [(0, 9), (40, 41), (20, 33)]])
+@pytest.mark.parametrize(
+    "contexts",
+    [[(0, 1)], [(15, 16), (16, 17), (129, 130), (0, 1)], [(0, 9), (40, 41), (20, 33)], [(0, 300), (137, 150)]],
+)
 @pytest.mark.parametrize("page_tokens", [4, 16])
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 8), (3, 3, 64), (2, 4, 128), (1, 8, 80)])
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (5, None), (None, 3.0), (17, 20.0)])
