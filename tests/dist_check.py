@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
+KINDS = (".py", ".cpp")
+
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
     print("+", *command, flush=True)
@@ -27,7 +29,7 @@ def sources() -> list[str]:
         str((Path(folder) / name).relative_to(source))
         for folder, _, names in os.walk(source, followlinks=True)
         for name in names
-        if name.endswith(".py")
+        if name.endswith(KINDS)
     ]
 
 
@@ -40,8 +42,9 @@ def main() -> None:
         place = Path(folder)
         run(sys.executable, "-m", "build", "--outdir", place, ROOT)
         (wheel,) = place.glob("*.whl")
-        modules = sorted(module_name(name) for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py"))
-        difference = set(map(module_name, sources())) ^ set(modules)
+        packed = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(KINDS)]
+        modules = sorted(module_name(name) for name in packed if name.endswith(".py"))
+        difference = set(sources()) ^ set(packed)
         assert not difference, f"the wheel lacks, or has too many: {sorted(difference)}"
         run(sys.executable, "-m", "venv", place / "bare")
         python = place / "bare" / "bin" / "python"
