@@ -42,6 +42,7 @@ def server(logs: Path) -> Iterator[Server]:
 def afterwards(server: Server) -> Iterator[None]:
     """Within 10 s nothing is held anywhere; once the worker has been replaced requests go through both pools again."""
     yield
+    server.wait_for(lambda: server.metric("splitserve_pages", state="total"), REPLACED_WITHIN_S)  # somebody lives
     server.wait_for(server.settled)
     server.wait_for(server.ready, REPLACED_WITHIN_S)
     transfers = server.metric("splitserve_kv_transfers_total")
