@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,9 +24,16 @@ class Faults:
     fail_poll: bool = False
     raise_foreign: bool = False  # polls raise an exception that is no TransferError
     hang: bool = False  # reads make no progress
+    fail_notify: bool = False
     lose_notices: bool = False
     double_notices: bool = False
+    delay_notices: int = 0  # so often the other side asks in vain before a notice arrives
+    overtake_notices: bool = False  # a notice arrives before those that wait already
     drop_peer_once: bool = False  # the next read finds its peer disconnected, and stays so until forget and connect
+    drop_in_read_once: bool = False  # as before, but after the read has moved something
+    fail_silently: bool = False  # reads end as FAILED and give no reason
+    idle_polls: int = 0  # so many polls of a read move nothing before one does
+    max_open_reads: int = sys.maxsize  # more fail to post
     abandon_polls: int = 0  # so many times abandon says no, and the read writes a piece each time
 
 
@@ -58,6 +66,13 @@ class _Piece(NamedTuple):
     length: int
 
 
+class _Mail(NamedTuple):
+    """A notice on its way, and how many calls of ``notices`` it stays there."""
+
+    notice: bytes
+    calls_left: int
+
+
 class LocalTransport:
     """Moves one page or range per poll, so that everything else can happen in between. Implements ``Transport``; not
     thread-safe.
@@ -73,17 +88,18 @@ class LocalTransport:
         self._network = network
         self._endpoint = network.add(name, self)
         self._peers: dict[Peer, bool] = {}  # whether it still answers
-        self._inbox: list[bytes] = []
+        self._inbox: list[_Mail] = []
         self._closed = False
 
     def endpoint(self) -> bytes:
         return self._endpoint
 
     def connect(self, endpoint: bytes) -> Peer:
-        if self.faults.refuse_connect or self._network.find(endpoint) is None:
-            raise TransferError("connect", f"nobody at {endpoint!r}")
         peer = Peer(endpoint.decode())
-        self._peers.setdefault(peer, True)
+        if peer not in self._peers:
+            if self.faults.refuse_connect or self._network.find(endpoint) is None:
+                raise TransferError("connect", f"nobody at {endpoint!r}")
+            self._peers[peer] = True
         return peer
 
     def forget(self, peer: Peer) -> None:
@@ -122,22 +138,32 @@ class LocalTransport:
 
     def notify(self, peer: Peer, notice: bytes) -> None:
         target = self.alive(peer)
+        faults = self.faults
         if target is None:
-            raise TransferError("notify", f"{peer}: {_NO_SUCH_PEER}")
-        copies = 0 if self.faults.lose_notices else 2 if self.faults.double_notices else 1
-        target._inbox.extend([notice] * copies)
+            raise TransferError("disconnect", f"{peer}: {_NO_SUCH_PEER}")
+        if faults.fail_notify:
+            raise TransferError("notify", f"{peer}: told to fail")
+        copies = 0 if faults.lose_notices else 2 if faults.double_notices else 1
+        place = 0 if faults.overtake_notices else len(target._inbox)
+        target._inbox[place:place] = [_Mail(notice, faults.delay_notices) for _ in range(copies)]
 
     def progress(self) -> None:
         """Nothing to do: reads here need no help of the side they read from."""
 
     def notices(self) -> list[bytes]:
-        arrived, self._inbox = self._inbox, []
+        arrived = [mail.notice for mail in self._inbox if not mail.calls_left]
+        self._inbox = [_Mail(mail.notice, mail.calls_left - 1) for mail in self._inbox if mail.calls_left]
         return arrived
 
     def close(self) -> None:
         self._closed = True
         self._network.remove(self._endpoint)
         self._peers.clear()
+
+    def drop(self, peer: Peer) -> None:
+        """Break the connection; it stays broken until ``forget`` and ``connect``."""
+        if peer in self._peers:
+            self._peers[peer] = False
 
     @property
     def closed(self) -> bool:
@@ -152,7 +178,7 @@ class LocalTransport:
             raise TransferError("prepare", f"{peer}: told to fail")
         if self.faults.drop_peer_once and peer in self._peers:
             self.faults.drop_peer_once = False
-            self._peers[peer] = False
+            self.drop(peer)
         source = self.alive(peer)
         if source is None:
             raise TransferError("disconnect", f"{peer}: {_NO_SUCH_PEER}")
@@ -163,7 +189,7 @@ class LocalTransport:
         return LocalRead(self, source, peer, pieces, notice)
 
     def _check_post(self, peer: Peer) -> None:
-        if self.faults.fail_post:
+        if self.faults.fail_post or self.open_reads >= self.faults.max_open_reads:
             raise TransferError("post", f"{peer}: told to fail")
 
 
@@ -186,6 +212,7 @@ class LocalRead:
         self._state = ReadState.READING
         self._error: TransferError | None = None
         self._refusals_left = reader.faults.abandon_polls
+        self._idle_left = reader.faults.idle_polls
         reader.open_reads += 1
 
     @property
@@ -200,11 +227,20 @@ class LocalRead:
             raise RuntimeError("told to fail")
         if faults.fail_poll:
             self._end(ReadState.FAILED, TransferError("read", f"{self._peer}: told to fail"))
+        elif faults.fail_silently:
+            self._end(ReadState.FAILED)
         elif self._source.closed:
             self._end(ReadState.FAILED, TransferError("disconnect", f"{self._peer} is gone"))
+        elif self._idle_left > 0:
+            self._idle_left -= 1
         elif not faults.hang:
+            self._idle_left = faults.idle_polls
             self._copy_one()
-            if not self._left:
+            if faults.drop_in_read_once:
+                faults.drop_in_read_once = False
+                self._reader.drop(self._peer)
+                self._end(ReadState.FAILED, TransferError("disconnect", f"{self._peer} broke off"))
+            elif not self._left:
                 self._end(ReadState.DONE)
                 if self._notice:
                     self._reader.notify(self._peer, self._notice)

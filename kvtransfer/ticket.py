@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-TICKET_VERSION = 1
+TICKET_VERSION = 2
 MAX_TICKET_BYTES = 2 << 20
 MAX_ENDPOINT_BYTES = 64 << 10
 MAX_TICKET_PAGES = 1 << 16
@@ -40,6 +40,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     endpoint: bytes  # of the sender's transport
     layout: str  # PageLayout.fingerprint
     tokens: int
+    sealed: int  # positions [0, sealed) were final when this was written; ``tokens`` once the pages are complete
     page_ids: tuple[int, ...]
     generations: tuple[int, ...]
     lease_s: float  # from the moment of issue; no clock crosses between workers
@@ -105,6 +106,8 @@ def _check(ticket: Ticket) -> None:
         raise TicketError("generations", f"{len(ticket.generations)} for {len(ticket.page_ids)} pages")
     _check_words("incarnation", (ticket.incarnation,))
     _check_words("tokens", (ticket.tokens,))
+    if not 0 <= ticket.sealed <= ticket.tokens:
+        raise TicketError("sealed", f"{ticket.sealed} is outside [0, {ticket.tokens}]")
     _check_words("page_ids", ticket.page_ids)
     _check_words("generations", ticket.generations)
     if len(set(ticket.page_ids)) != len(ticket.page_ids):

@@ -12,6 +12,7 @@ from splitserve.kvtransfer.ticket import (
     MAX_ENDPOINT_BYTES,
     MAX_TICKET_BYTES,
     MAX_TICKET_PAGES,
+    TICKET_VERSION,
     Ticket,
     TicketError,
     new_ticket_id,
@@ -20,8 +21,9 @@ from splitserve.kvtransfer.ticket import (
 MakeTicket = Callable[..., Ticket]
 
 
-def test_round_trip(make_ticket: MakeTicket) -> None:
-    ticket = make_ticket()
+@pytest.mark.parametrize("sealed", [0, 3, 7])
+def test_round_trip(make_ticket: MakeTicket, sealed: int) -> None:
+    ticket = make_ticket(sealed=sealed)
     assert Ticket.decode(ticket.encode()) == ticket
 
 
@@ -29,6 +31,7 @@ def test_the_largest_ticket_fits(make_ticket: MakeTicket) -> None:
     end = (1 << 63) - 1
     ticket = make_ticket(
         tokens=4 * MAX_TICKET_PAGES,
+        sealed=4 * MAX_TICKET_PAGES,
         page_ids=tuple(range(end - MAX_TICKET_PAGES, end)),
         generations=(end,) * MAX_TICKET_PAGES,
         endpoint=b"e" * MAX_ENDPOINT_BYTES,
@@ -49,6 +52,9 @@ def test_the_largest_ticket_fits(make_ticket: MakeTicket) -> None:
         ("layout", ""),
         ("tokens", -1),
         ("tokens", 1 << 63),
+        ("sealed", -1),
+        ("sealed", 8),
+        ("sealed", 1 << 63),
         ("page_ids", (3, -5)),
         ("page_ids", (3, 3)),
         ("generations", (1,)),
@@ -74,7 +80,7 @@ def test_too_many_pages(make_ticket: MakeTicket) -> None:
         make_ticket(page_ids=pages, generations=pages).encode()
 
 
-@pytest.mark.parametrize("field", ["worker", "tokens", "page_ids", "endpoint"])
+@pytest.mark.parametrize("field", ["worker", "tokens", "sealed", "page_ids", "endpoint"])
 def test_a_wrong_type_or_a_missing_field_is_named(make_ticket: MakeTicket, field: str) -> None:
     fields = msgspec.to_builtins(make_ticket(), builtin_types=(bytes,))
     for broken in (fields | {field: [{"a": 1}]}, {k: v for k, v in fields.items() if k != field}):
@@ -83,9 +89,10 @@ def test_a_wrong_type_or_a_missing_field_is_named(make_ticket: MakeTicket, field
         assert error.value.field == field
 
 
-def test_another_version_is_refused_before_the_rest_is_read() -> None:
+@pytest.mark.parametrize("version", [TICKET_VERSION - 1, TICKET_VERSION + 1])
+def test_another_version_is_refused_before_the_rest_is_read(version: int) -> None:
     with pytest.raises(TicketError) as error:
-        Ticket.decode(msgspec.msgpack.encode({"version": 2, "novel": True}))
+        Ticket.decode(msgspec.msgpack.encode({"version": version, "novel": True}))
     assert error.value.field == "version"
 
 
@@ -116,6 +123,7 @@ def test_damaged_tickets_raise_nothing_else(position: int, damage: bytes) -> Non
             endpoint=b"e",
             layout="f",
             tokens=7,
+            sealed=4,
             page_ids=(3, 5),
             generations=(1, 2),
             lease_s=1.0,
