@@ -62,7 +62,9 @@ def build_engine(
             layout=runner.layout,
             pool=pool,
             transport=transport,
-            limits=HandoverLimits(settings.transfer.lease_s, settings.transfer.read_s),
+            limits=HandoverLimits(
+                settings.transfer.lease_s, settings.transfer.read_s, settings.transfer.leased_share
+            ),
             counters=counters,
         ),
         counters=counters,

@@ -21,10 +21,11 @@ _FROM_SENDERS = (NoticeKind.SEALED, NoticeKind.REVOKED)
 
 @dataclass(frozen=True)
 class HandoverLimits:
-    """Deadlines of the hand-over between two workers."""
+    """Bounds of the hand-over between two workers."""
 
     lease_s: float = 30.0  # how long offered pages wait for a sign of whoever wants them
     read_s: float = 10.0  # how long a read may take before the prompt is computed here instead
+    leased_share: float = 0.75  # of the pool; while more is under leases nothing more is computed for peers
 
 
 class Handover:
@@ -43,7 +44,7 @@ class Handover:
         self._transport = transport
         self._counters = counters
         sender = Sender(worker, incarnation, transport.endpoint(), layout, limits.lease_s)
-        self.sending = Sending(sender, pool, transport, counters)
+        self.sending = Sending(sender, pool, transport, counters, limits.leased_share)
         self.receiving = Receiving(layout, transport, limits.read_s, counters)
 
     @property
@@ -51,12 +52,12 @@ class Handover:
         """Whether a peer or a transfer may need attention soon."""
         return self.sending.active or self.receiving.active
 
-    def poll(self, now: float, arrived: Callable[[Sequence], None], failed: Callable[[Sequence], None]) -> None:
+    def poll(self, now: float, arrived: Callable[[Sequence], None], failed: Callable[[Sequence, str], None]) -> None:
         """Hear what peers say and drive everything open. ``arrived`` and ``failed`` as in ``Receiving.poll``."""
         for notice in self._notices():
             (self.receiving if notice.kind in _FROM_SENDERS else self.sending).hear(notice, now)
         self.sending.poll(now)
-        self.receiving.poll(now, arrived, failed)
+        self.receiving.poll(now, arrived, failed, offering=self.sending.active)
 
     def close(self, now: float) -> None:
         """End every lease and reception; the transport goes with them."""

@@ -17,10 +17,10 @@ class SharablePrefix:
 
 
 def sharable_prefix(sequence: Sequence, cache: PrefixCache, page_tokens: int) -> SharablePrefix:
-    """At least one token stays to be computed, as a step has to produce logits; so do all prompt tokens whose
-    log-probabilities are asked for and not yet known.
+    """At least one token stays to be computed, as a step has to produce logits, unless the token after the prompt is
+    drawn elsewhere; so do all prompt tokens whose log-probabilities are asked for and not yet known.
     """
-    tokens = len(sequence.tokens) - 1
+    tokens = len(sequence.tokens) - (0 if sequence.awaiting else 1)
     if sequence.request.sampling.prompt_logprobs is not None:
         known = len(sequence.prompt_logprobs)
         tokens = tokens if known >= sequence.client_prompt_tokens - 1 else known

@@ -88,20 +88,34 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     top_logprobs: tuple[float, ...] = ()
 
 
+class TransferRecord(msgspec.Struct, array_like=True, frozen=True):
+    """What moving a prompt's pages to a worker came to."""
+
+    source: WorkerId  # the sender
+    pages: int  # read from it
+    bytes: int
+    reused_pages: int  # of the ticket, found in the receiver's own prefix cache
+    hidden_pages: int  # read before the sender had computed the last of them
+    seconds: float  # from the first read to the end
+    tail_s: float  # from the news that the last page is computed to the end
+    cause: str | None = None  # why it failed, as a fixed word; None: it did not
+
+
 class SequenceUpdate(msgspec.Struct, array_like=True, omit_defaults=True):
     """What one step did for one request."""
 
     request_id: RequestId
     tokens: list[int]
     finish: FinishReason | None = None
-    ticket: bytes | None = (
-        None  # encoded ``kvtransfer.ticket.Ticket``, with HANDED_OVER only; opaque to everyone but workers
-    )
+    # Encoded ``kvtransfer.ticket.Ticket``, opaque to everyone but workers. Before any token: pages that are about to be
+    # filled. With HANDED_OVER: filled pages; none if the receiver of the ticket before has them already
+    ticket: bytes | None = None
     error: str | None = None  # with ERROR only
     cached_tokens: int | None = None  # prompt tokens not computed because a prefix was cached; with the first token
     logprobs: list[TokenLogprobs] | None = None  # one for each of ``tokens``, where asked for
     # One for each prompt token but the first, with the first token, where asked for
     prompt_logprobs: list[TokenLogprobs] | None = None
+    transfer: TransferRecord | None = None  # of the prompt's pages, with the first update after it ended
 
     def extend(self, later: "SequenceUpdate") -> None:
         """Add what the steps after this one's did for the same request."""
@@ -109,6 +123,8 @@ class SequenceUpdate(msgspec.Struct, array_like=True, omit_defaults=True):
         self.finish, self.ticket, self.error = later.finish, later.ticket, later.error
         if self.cached_tokens is None:
             self.cached_tokens = later.cached_tokens
+        if self.transfer is None:
+            self.transfer = later.transfer
         if self.prompt_logprobs is None:
             self.prompt_logprobs = later.prompt_logprobs
         if self.logprobs is None:
@@ -127,6 +143,10 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     cached_pages: int = 0  # in the prefix cache, held by nobody: can be taken at once
     held_pages: int = 0  # of sequences, leases and receptions
     total_pages: int = 0
+    leased_pages: int = 0  # of those held, offered to peers
+    open_leases: int = 0
+    claimed_leases: int = 0  # of the open ones, those that a peer has asked for
+    held_back: int = 0  # of ``waiting``, those that may not start until peers have fetched what is leased
 
 
 class Counted(msgspec.Struct, array_like=True, frozen=True):

@@ -1,16 +1,20 @@
 """Pages that come from a peer: the receptions of one worker.
 
-A sequence with a ticket waits for pages of its own, then owns them while they are read. When that fails it starts anew
-from the prompt, and the pages it had stay here until the transport has let go of them.
+A sequence with a ticket waits for pages of its own, then owns them while they are read; its ticket is claimed from the
+first moment on. When that fails the pages it had stay here until the transport has let go of them.
+
+A worker that has offered pages itself does not keep peers' leases open for sequences that wait: two such workers would
+each wait for the pages that the other one holds for it, for ever.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from splitserve.engine.counters import Counters
 from splitserve.engine.page_pool import PageHold
-from splitserve.engine.protocol import RequestId
+from splitserve.engine.protocol import RequestId, TransferRecord, WorkerId
 from splitserve.engine.sequence import Sequence
 from splitserve.kvtransfer.layout import PageLayout
 from splitserve.kvtransfer.notice import Notice, NoticeKind
@@ -24,6 +28,7 @@ logger = logging.getLogger(__name__)
 class _Incoming:
     sequence: Sequence
     reception: Reception
+    reused_pages: int = 0
 
 
 class Receiving:
@@ -35,7 +40,7 @@ class Receiving:
         self._read_s = read_s
         self._counters = counters
         self._open: dict[RequestId, _Incoming] = {}
-        self._by_ticket: dict[str, RequestId] = {}
+        self._by_ticket: defaultdict[str, set[RequestId]] = defaultdict(set)
         self._letting_go: list[tuple[Reception, PageHold]] = []
 
     @property
@@ -49,7 +54,7 @@ class Receiving:
             sequence.ticket, transport=self._transport, layout=self._layout, now=now, deadline_s=self._read_s
         )
         self._open[sequence.request_id] = _Incoming(sequence, reception)
-        self._by_ticket[sequence.ticket.ticket_id] = sequence.request_id
+        self._by_ticket[sequence.ticket.ticket_id].add(sequence.request_id)
 
     def fetch(self, sequence: Sequence, now: float) -> None:
         """Read what the ticket offers, and the sequence has not, into pages that it owns. Failing is a state."""
@@ -59,7 +64,9 @@ class Receiving:
         here = sequence.computed // self._layout.page_tokens
         needed = self._layout.pages_for(sequence.ticket.tokens)
         missing: dict[int, int] = {index: page_ids[index] for index in range(here, needed)}
-        self._open[sequence.request_id].reception.fetch(missing, now)
+        incoming = self._open[sequence.request_id]
+        incoming.reused_pages = needed - len(missing)
+        incoming.reception.fetch(missing, now)
 
     def complete(self, sequence: Sequence, now: float) -> None:
         """The gateway says that all of the ticket's pages are filled, in case the sender's own word was lost."""
@@ -77,32 +84,39 @@ class Receiving:
 
     def hear(self, notice: Notice, now: float) -> None:
         """Something that a sender said."""
-        request_id = self._by_ticket.get(notice.ticket_id)
-        if request_id is None:
-            return
-        reception = self._open[request_id].reception
-        if notice.kind is NoticeKind.SEALED:
-            reception.sealed(notice.tokens, now)
-        else:
-            reception.revoked(now)
+        for request_id in self._by_ticket.get(notice.ticket_id, ()):
+            reception = self._open[request_id].reception
+            if notice.kind is NoticeKind.SEALED:
+                reception.sealed(notice.tokens, now)
+            else:
+                reception.revoked(now)
 
-    def poll(self, now: float, arrived: Callable[[Sequence], None], failed: Callable[[Sequence], None]) -> None:
-        """Drive everything open. ``arrived``: all pages of the ticket are in place. ``failed``: they will not come."""
+    def poll(
+        self,
+        now: float,
+        arrived: Callable[[Sequence], None],
+        failed: Callable[[Sequence, str], None],
+        *,
+        offering: bool = False,
+    ) -> None:
+        """Drive everything open. ``arrived``: all pages of the ticket are in place. ``failed``: they will not come, and
+        why. ``offering``: whether peers wait for pages of this worker.
+        """
         for incoming in list(self._open.values()):
             sequence, reception = incoming.sequence, incoming.reception
-            reception.poll(now)
+            if not (offering and reception.state is ReceptionState.WAITING):
+                reception.poll(now)
             if not reception.final:
                 continue
             self._close(incoming)
-            self._count(reception)
+            sequence.transfer = self._record(incoming)
             if reception.state is ReceptionState.COMPLETE:
                 sequence.computed = max(sequence.computed, reception.ticket.tokens)
-                sequence.ticket = None
                 arrived(sequence)
             else:
-                logger.warning("%s: %s; the prompt is computed here", sequence.request_id, reception.message)
+                logger.warning("%s: %s", sequence.request_id, reception.message)
                 self._park(incoming)
-                failed(sequence)
+                failed(sequence, reception.message or "")
         self._let_go(now)
 
     def close(self, now: float) -> None:
@@ -112,13 +126,15 @@ class Receiving:
 
     def _close(self, incoming: _Incoming) -> None:
         del self._open[incoming.sequence.request_id]
-        del self._by_ticket[incoming.reception.ticket.ticket_id]
+        ticket_id = incoming.reception.ticket.ticket_id
+        self._by_ticket[ticket_id].discard(incoming.sequence.request_id)
+        if not self._by_ticket[ticket_id]:
+            del self._by_ticket[ticket_id]
 
     def _park(self, incoming: _Incoming) -> None:
         sequence = incoming.sequence
         pages, sequence.pages = sequence.pages, None
         sequence.computed = sequence.sealed = 0
-        sequence.ticket = None
         if pages is not None:
             self._letting_go.append((incoming.reception, pages))
 
@@ -132,7 +148,9 @@ class Receiving:
                 still_held.append((reception, pages))
         self._letting_go = still_held
 
-    def _count(self, reception: Reception) -> None:
+    def _record(self, incoming: _Incoming) -> TransferRecord:
+        """What the reception came to, counted."""
+        reception = incoming.reception
         count, moved = self._counters.add, reception.moved
         if reception.state is ReceptionState.COMPLETE:
             count("splitserve_kv_transfers_total")
@@ -143,4 +161,13 @@ class Receiving:
             count("splitserve_kv_transfer_tail_seconds_total", moved.tail_s)
         else:
             count("splitserve_kv_transfer_failures_total", cause=reception.cause or "unknown")
-            count("splitserve_kv_recomputed_total")
+        return TransferRecord(
+            source=WorkerId(reception.ticket.worker),
+            pages=moved.pages,
+            bytes=reception.bytes,
+            reused_pages=incoming.reused_pages,
+            hidden_pages=moved.pages_before_end,
+            seconds=moved.seconds,
+            tail_s=moved.tail_s,
+            cause=reception.cause,
+        )

@@ -1,8 +1,8 @@
 """Which tokens the next step computes. This file decides; it computes nothing and talks to no one.
 
 What may live here: the order of sequences, the token budget, admission, preemption. How many pages an admission has to
-leave is ``headroom.py``; what can be shared is ``prefix_sharing.py``; reading pages from peers is ``handover.py``; what
-happens with drawn tokens is ``engine.py``.
+leave is ``headroom.py``; what can be shared is ``prefix_sharing.py``; what goes to peers and comes from them is
+``handover.py``; what happens with drawn tokens is ``engine.py``.
 
 Order. Everything goes by ``Sequence.rank``, priority first, then age: who gets the budget, who starts next, who keeps
 his pages. A waiting sequence never displaces a running one, and nothing ages: that the less urgent get their share is
@@ -16,6 +16,11 @@ nobody is preempted: the sequence keeps what it has and waits for these to end, 
 Prompts in flight. A waiting sequence whose next page is being computed by one that goes before it is passed over until
 that page can be shared. Nothing is noted anywhere but in a flag for this step: when the other one is aborted,
 preempted or fails, the next step finds nobody who computes the page.
+
+Offers. A prompt whose pages a peer may be reading already is no victim: to compute it anew would be for nothing, and
+the peer, who holds pages for it, would wait. It owns all pages it will ever need and goes on by itself, so whoever
+waits for its pages waits for a bounded time, and no two workers can wait for each other. While peers have much to fetch
+here, prompts that are to be handed over are passed over; all others start as ever.
 """
 
 from bisect import insort
@@ -59,7 +64,8 @@ class Scheduler:
     def __init__(self, pool: PagePool, page_tokens: int, limits: SchedulerLimits, counters: Counters) -> None:
         self.waiting = WaitingQueue()
         self.to_receive = WaitingQueue()  # with a ticket, and no pages yet to read into
-        self.receiving: list[Sequence] = []
+        self.receiving: list[Sequence] = []  # own their pages, and may be waiting for a token from elsewhere
+        self.backlog = False  # whether prompts that are to be handed over must wait; set before each step
         self.running: list[Sequence] = []  # by rank
         self._pool = pool
         self._page_tokens = page_tokens
@@ -70,17 +76,27 @@ class Scheduler:
         self._looked_at = 2 * limits.max_running
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Let a new, preempted or failed-to-receive sequence wait for its turn."""
-        if sequence.state is SequenceState.RECEIVING:
-            self.receiving.remove(sequence)
+        """Let a sequence that is in no queue wait for its turn."""
         sequence.state = SequenceState.WAITING
         sequence.expects_pages = False
         self._queue_of(sequence).push(sequence)
 
+    def put_back(self, sequence: Sequence) -> None:
+        """Let a sequence go on where ``remove`` took it out, if its pages are here as one that takes part in steps."""
+        if sequence.state is SequenceState.WAITING:
+            self.enqueue(sequence)
+        elif sequence.state is SequenceState.RECEIVING:
+            self.receiving.append(sequence)
+        else:
+            self._run(sequence)
+
     def start(self, sequence: Sequence) -> None:
         """Let a sequence that owns its pages take part in steps."""
-        if sequence.state is SequenceState.RECEIVING:
+        if sequence.state in (SequenceState.RECEIVING, SequenceState.AWAITING):
             self.receiving.remove(sequence)
+        self._run(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=lambda s: s.rank)
 
@@ -88,10 +104,10 @@ class Scheduler:
         """Forget a sequence; its pages stay with their owner."""
         if sequence.state is SequenceState.WAITING:
             self._queue_of(sequence).remove(sequence)
-        elif sequence.state is SequenceState.RECEIVING:
-            self.receiving.remove(sequence)
-        else:
+        elif sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
+        else:
+            self.receiving.remove(sequence)
 
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:
         return self.waiting if sequence.ticket is None else self.to_receive
@@ -103,7 +119,7 @@ class Scheduler:
         started: list[Sequence] = []
         if not self.to_receive:
             return started
-        waiting = self.waiting.first(self._looked_at)
+        waiting = [s for s in self.waiting.first(self._looked_at) if not self._is_held_back(s)]
         fetching = [*self.receiving, *(s for s in self.running if s.left_to_compute > 1)]
         for sequence in self.to_receive.first(self._looked_at):
             if _goes_before(waiting, sequence):
@@ -121,7 +137,23 @@ class Scheduler:
             started.append(sequence)
         return started
 
+    def objection_to(self, sequence: Sequence) -> str | None:
+        """Why a sequence that waits to receive should rather not: those before it want more pages than there are."""
+        if sequence.state is not SequenceState.WAITING or sequence.expects_pages:
+            return None
+        before = (s for s in self.to_receive if s.rank < sequence.rank)
+        wanted, available = sum(self._pages_for(s) for s in before), self._pool.available_pages
+        return f"no room: others want {wanted} pages before it, {available} can be had" if wanted > available else None
+
     # A step
+
+    @property
+    def held_back(self) -> int:
+        """Waiting sequences that may not start because of the backlog."""
+        return sum(map(self._is_held_back, self.waiting)) if self.backlog else 0
+
+    def _is_held_back(self, sequence: Sequence) -> bool:
+        return self.backlog and sequence.hand_over
 
     def plan(self) -> list[tuple[Sequence, Chunk]]:
         """The next step. Empty when nothing can be computed. Pages for what it contains are owned by the sequences."""
@@ -183,6 +215,9 @@ class Scheduler:
     def _admit(self, draft: _Draft) -> None:
         receptions = self.to_receive.first(self._looked_at)
         for sequence in self.waiting.first(self._looked_at):
+            if self._is_held_back(sequence):
+                self._counters.add("splitserve_held_back_total")
+                continue
             if draft.budget < 1 or len(self.running) >= self._limits.max_running:
                 return
             if _goes_before(receptions, sequence):
@@ -200,13 +235,16 @@ class Scheduler:
 
     # Pages
 
+    def _pages_for(self, sequence: Sequence) -> int:
+        return self._headroom.pages_for(len(sequence.tokens))
+
     def _reserve(self, sequence: Sequence, shared: list[PageId]) -> bool:
         """Own ``shared`` and pages for all other tokens. False: not now, and nothing has changed."""
         available = self._pool.available_pages + len(shared) - self._pool.idle_among(shared)
         if not self._headroom.admits(sequence, available, [*self.running, *self.receiving]):
             return False
         sequence.pages = self._pool.hold(shared)
-        sequence.pages.grow(self._headroom.pages_for(len(sequence.tokens)))
+        sequence.pages.grow(self._pages_for(sequence))
         sequence.computed = len(shared) * self._page_tokens
         sequence.sealed = len(shared)
         if sequence.cached_tokens is None:
@@ -214,15 +252,16 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """See to it that a page can be had, preempting the fewest of those that go after ``sequence``. False: not even
-        all of them would do, and nobody was preempted.
+        """See to it that a page can be had, preempting the fewest of those that go after ``sequence`` and have offered
+        no pages. False: not even all of them would do, and nobody was preempted.
         """
         if self._pool.available_pages:
             return True
         behind = takewhile(lambda s: s is not sequence and not self._headroom.is_protected(s), reversed(self.running))
-        gains = self._pool.gains(s.pages for s in behind if s.pages is not None)
+        candidates = [s for s in behind if s.offer is None]
+        gains = self._pool.gains(s.pages for s in candidates if s.pages is not None)
         victims = next((count for count, gained in enumerate(gains, start=1) if gained), 0)
-        for victim in self.running[len(self.running) - victims :]:
+        for victim in candidates[:victims]:
             self._preempt(victim)
         return victims > 0
 

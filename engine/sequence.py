@@ -5,7 +5,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from splitserve.engine.page_pool import PageHold
-from splitserve.engine.protocol import PageHash, Request, RequestId, TokenLogprobs
+from splitserve.engine.protocol import PageHash, Request, RequestId, TokenLogprobs, TransferRecord
 from splitserve.kvtransfer.ticket import Ticket
 
 
@@ -14,6 +14,7 @@ class SequenceState(Enum):
 
     WAITING = "waiting"  # for pages and a place in a step
     RECEIVING = "receiving"  # its pages are being read from a peer
+    AWAITING = "awaiting"  # they are here, but its first token is not
     RUNNING = "running"  # takes part in steps
 
 
@@ -34,16 +35,19 @@ class Sequence:
     hand_over: bool  # stop after the first token and offer the pages to a peer
     ticket: Ticket | None  # where the prompt's pages can be had; None once tried
     arrival: int  # order of arrival on this worker; smaller is older
+    awaiting: bool = False  # its first token is drawn by the sender of the ticket; in no step until ``follow``
     rank: Rank = field(init=False)
     client_prompt_tokens: int = field(init=False)  # what the client gave; all tokens that follow were drawn somewhere
     longest: int = field(init=False)  # most positions it can ever compute here; the last drawn token is not computed
     tokens: list[int] = field(init=False)
     names: list[PageHash] = field(init=False)  # of full pages known so far
     state: SequenceState = SequenceState.WAITING
-    pages: PageHold | None = None  # while RECEIVING or RUNNING
+    pages: PageHold | None = None  # in every state but WAITING
     computed: int = 0  # positions [0, computed) have their keys and values in ``pages``
     sealed: int = 0  # pages [0, sealed) are named in the prefix cache
     expects_pages: bool = False  # while WAITING: another sequence is computing or fetching its next page
+    offer: str | None = None  # id of the ticket under which its pages were offered before they were filled
+    transfer: TransferRecord | None = None  # not yet reported
     preemptions: int = 0
     computed_before: int = 0  # positions [0, computed_before) had been computed when it was preempted
     cached_tokens: int | None = None  # of the prompt, found in the prefix cache at first admission
@@ -57,6 +61,15 @@ class Sequence:
         self.longest = len(request.prompt) + (1 if self.hand_over else request.sampling.max_tokens) - 1
         self.tokens = list(request.prompt)
         self.names = list(request.page_hashes)
+
+    def follow(self, request: Request) -> None:
+        """Go on as ``request``, whose prompt is this one's and the first tokens after it. While in no queue."""
+        names = self.names
+        self.request, self.awaiting = request, False
+        self.client_prompt_tokens = len(request.prompt) - request.drawn
+        self.longest = len(request.prompt) + request.sampling.max_tokens - 1
+        self.tokens = list(request.prompt)
+        self.names = max(list(request.page_hashes), names, key=len)
 
     @property
     def request_id(self) -> RequestId:

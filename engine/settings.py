@@ -10,6 +10,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 HashKey = Annotated[str, msgspec.Meta(min_length=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Deadline = Annotated[float, msgspec.Meta(gt=0, le=86_400)]  # seconds
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class SimulationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -26,8 +27,10 @@ class SimulationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How pages go from one worker to another."""
 
-    lease_s: Deadline = 30.0  # how long computed pages wait to be fetched
+    lease_s: Deadline = 30.0  # how long offered pages wait for a sign of whoever wants them
     read_s: Deadline = 10.0  # how long fetching may take before the prompt is computed anew
+    # Of the pool: no prompt starts that is to be handed over while more than this is offered and not fetched
+    leased_share: Fraction = 0.75
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
