@@ -10,7 +10,15 @@ from splitserve.engine.engine import Engine, StepResult
 from splitserve.engine.handover import Handover, HandoverLimits
 from splitserve.engine.page_hash import PageHasher
 from splitserve.engine.page_pool import PagePool
-from splitserve.engine.protocol import FinishReason, Request, RequestId, SamplingParams, WorkerId
+from splitserve.engine.protocol import (
+    FinishReason,
+    Request,
+    RequestId,
+    SamplingParams,
+    SequenceUpdate,
+    TransferRecord,
+    WorkerId,
+)
 from splitserve.engine.scheduler import SchedulerLimits
 from splitserve.engine.simulated_runner import SimulatedRunner
 from splitserve.kvtransfer.local_transport import LocalNetwork, LocalTransport
@@ -42,6 +50,9 @@ class Bench:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, FinishReason] = field(default_factory=dict)
     tickets: dict[str, bytes] = field(default_factory=dict)
+    offers: dict[str, bytes] = field(default_factory=dict)  # tickets of prompts that were not computed yet
+    errors: dict[str, str | None] = field(default_factory=dict)
+    transfers: dict[str, TransferRecord] = field(default_factory=dict)
     cached: dict[str, int | None] = field(default_factory=dict)
 
     def request(self, name: str, prompt: list[int], max_tokens: int = 4, seed: int = 7, **sampling: object) -> Request:
@@ -49,18 +60,28 @@ class Bench:
         return Request(RequestId(name), tuple(prompt), self.hasher.chain(prompt), params)
 
     def step(self) -> StepResult:
-        result = self.engine.step()
+        result = self.engine.step(self._announced)
         for update in result.updates:
             self.tokens.setdefault(update.request_id, []).extend(update.tokens)
             self.cached.setdefault(update.request_id, update.cached_tokens)
             if update.finish is not None:
                 assert update.request_id not in self.finished, "a request ends once"
                 self.finished[update.request_id] = update.finish
+                self.errors[update.request_id] = update.error
             if update.ticket is not None:
                 self.tickets[update.request_id] = update.ticket
+            if update.transfer is not None:
+                self.transfers[update.request_id] = update.transfer
         load = self.engine.load()
         assert load.free_pages + load.cached_pages + load.held_pages == load.total_pages
         return result
+
+    def _announced(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            assert (update.tokens, update.finish) == ([], None)
+            assert update.ticket is not None
+            assert update.request_id not in self.offers, "a prompt is offered once"
+            self.offers[update.request_id] = update.ticket
 
     def run(self, *names: str, steps: int = 500) -> None:
         """Step until all of ``names`` have ended."""
@@ -76,6 +97,9 @@ class Bench:
     def ticket(self, name: str) -> Ticket:
         return Ticket.decode(self.tickets[name])
 
+    def offer(self, name: str) -> Ticket:
+        return Ticket.decode(self.offers[name])
+
 
 @pytest.fixture
 def network() -> LocalNetwork:
@@ -88,7 +112,11 @@ def make_engine(network: LocalNetwork) -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
     def make(
-        name: str = "w", pages: int = 64, limits: SchedulerLimits | None = None, eos: frozenset[int] = frozenset()
+        name: str = "w",
+        pages: int = 64,
+        limits: SchedulerLimits | None = None,
+        eos: frozenset[int] = frozenset(),
+        leased_share: float = 0.75,
     ) -> Bench:
         runner = SimulatedRunner(
             num_pages=pages,
@@ -107,7 +135,7 @@ def make_engine(network: LocalNetwork) -> Iterator[Callable[..., Bench]]:
             layout=runner.layout,
             pool=pool,
             transport=transport,
-            limits=HandoverLimits(lease_s=5.0, read_s=2.0),
+            limits=HandoverLimits(lease_s=5.0, read_s=2.0, leased_share=leased_share),
             counters=counters,
         )
         engine = Engine(runner, pool, hasher, limits or SchedulerLimits(64, 16, 8), handover, counters, clock)

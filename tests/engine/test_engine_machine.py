@@ -49,6 +49,8 @@ class Leg:
     request: Request
     expected: list[int]
     hand_over: bool
+    source: "Leg | None" = None  # whose first token this one awaits
+    proceeded: bool = False
     aborted: bool = False
 
     @property
@@ -87,10 +89,13 @@ class EngineMachine(RuleBasedStateMachine):
         over: bool,
         priority: int = 0,
     ) -> None:
-        name = RequestId(f"r{len(self.legs)}")
-        request = Request(name, tuple(prompt), bench.hasher.chain(prompt), sampling, priority=priority)
+        request = self.named(bench, prompt, sampling, priority)
         bench.engine.add(request, hand_over=over, ticket=ticket)
         self.legs.append(Leg(bench, request, tokens_of(request), over))
+
+    def named(self, bench: Any, prompt: list[int], sampling: SamplingParams, priority: int = 0) -> Request:
+        name = RequestId(f"r{len(self.legs)}")
+        return Request(name, tuple(prompt), bench.hasher.chain(prompt), sampling, priority=priority)
 
     @rule(
         at=st.sampled_from([0, 1]),
@@ -125,7 +130,41 @@ class EngineMachine(RuleBasedStateMachine):
         self.add(other, [*request.prompt, *leg.tokens], rest, ticket, over)
 
     def open_offers(self) -> list[Leg]:
-        return [leg for leg in self.legs if leg.finish is FinishReason.HANDED_OVER and leg not in self.taken]
+        return [leg for leg in self.legs if leg.name in leg.bench.tickets and leg not in self.taken]
+
+    @precondition(lambda self: self.early_offers())
+    @rule(data=st.data())
+    def wait_for(self, data: st.DataObject) -> None:
+        """Take a prompt over while it is computed, or long after."""
+        source = data.draw(st.sampled_from(self.early_offers()))
+        other = self.benches[1 - self.benches.index(source.bench)]
+        request = self.named(other, list(source.request.prompt), source.request.sampling)
+        other.engine.add(request, ticket=Ticket.decode(source.bench.offers[source.name]), awaiting=True)
+        self.legs.append(Leg(other, request, tokens_of(request)[1:], False, source))
+
+    def early_offers(self) -> list[Leg]:
+        """Those that nobody has taken up."""
+        sources = [leg.source for leg in self.legs]
+        return [leg for leg in self.legs if leg.name in leg.bench.offers and leg not in sources]
+
+    @precondition(lambda self: self.continuable())
+    @rule(data=st.data())
+    def proceed(self, data: st.DataObject) -> None:
+        self.go_on(data.draw(st.sampled_from(self.continuable())))
+
+    def continuable(self) -> list[Leg]:
+        """Those whose first token is here."""
+        waiting = [leg for leg in self.legs if leg.source is not None and not leg.proceeded]
+        return [leg for leg in waiting if leg.source and leg.source.finish is FinishReason.HANDED_OVER]
+
+    def go_on(self, leg: Leg) -> None:
+        assert leg.source is not None
+        prompt, sampling = [*leg.request.prompt, *leg.source.tokens], leg.request.sampling
+        rest = SamplingParams(max_tokens=sampling.max_tokens - 1, seed=sampling.seed)
+        request = Request(leg.name, tuple(prompt), leg.bench.hasher.chain(prompt), rest)
+        ended = leg.aborted or leg.finish is not None
+        leg.proceeded = leg.bench.engine.proceed(request)
+        assert leg.proceeded is not ended
 
     @precondition(lambda self: self.legs)
     @rule(data=st.data())
@@ -155,7 +194,8 @@ class EngineMachine(RuleBasedStateMachine):
         for sequence, preemptions in before.items():
             assert sequence.preemptions <= MAX_PREEMPTIONS
             if sequence.preemptions > preemptions:
-                assert all(other.rank < sequence.rank for other in scheduler.running)
+                behind = [other for other in scheduler.running if other.rank > sequence.rank]
+                assert all(other.offer is not None for other in behind)
 
     @rule(at=st.sampled_from([0, 1]), seconds=st.sampled_from([0.5, 0.5, 2.5, 6.0]))
     def wait(self, at: int, seconds: float) -> None:
@@ -204,6 +244,7 @@ class EngineMachine(RuleBasedStateMachine):
             for bench in self.benches:
                 bench.clock.now += 0.1
                 self.step_once(bench)
+            self.settle()
             if all(bench.engine.idle for bench in self.benches):
                 break
         for bench in self.benches:
@@ -214,11 +255,23 @@ class EngineMachine(RuleBasedStateMachine):
         for leg in self.legs:
             self.check_end(leg)
 
+    def settle(self) -> None:
+        """Nobody waits for a first token that is here, or never comes."""
+        for leg in self.legs:
+            if leg.source is None or leg.proceeded or leg.aborted or leg.finish is not None:
+                continue
+            if leg in self.continuable():
+                self.go_on(leg)
+            elif leg.source.aborted:
+                leg.aborted = leg.bench.engine.abort(leg.name)
+
     def check_end(self, leg: Leg) -> None:
         """``Bench.step`` has made sure that it ended once at most."""
         handed_over = leg.hand_over and leg.request.sampling.max_tokens > 1
         if leg.aborted:
             assert leg.finish is FinishReason.ABORT
+        elif leg.source is not None and not leg.proceeded:
+            assert (leg.finish, leg.tokens) == (FinishReason.ERROR, [])
         elif handed_over:
             assert (leg.finish, leg.tokens) == (FinishReason.HANDED_OVER, leg.expected[:1])
         else:
