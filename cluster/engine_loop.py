@@ -41,6 +41,14 @@ class Add:
     request: Request
     hand_over: bool
     ticket: Ticket | None
+    awaiting: bool = False
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """The first token of an awaiting request is there: go on as ``request``."""
+
+    request: Request
 
 
 @dataclass(frozen=True)
@@ -58,9 +66,12 @@ class Stop:
     """End every request and leave the thread."""
 
 
+Command = Add | GoOn | Remove | Snapshot | Stop
+
+
 class EngineLoop:
-    """Owns the engine's thread. ``publish`` is called on it, once per step and at least every second; it must not
-    block long.
+    """Owns the engine's thread. ``publish`` is called on it, once per step and at least every second, and before steps
+    that news must not wait for; it must not block long.
     """
 
     def __init__(
@@ -75,7 +86,7 @@ class EngineLoop:
         self._engine = engine
         self._counters = counters
         self._publish = publish
-        self._commands: deque[Add | Remove | Snapshot | Stop] = deque()
+        self._commands: deque[Command] = deque()
         self._wake = threading.Event()
         self._reported_load = Load()
         self._reported_at = 0.0
@@ -94,7 +105,7 @@ class EngineLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def post(self, command: Add | Remove | Snapshot | Stop) -> None:
+    def post(self, command: Command) -> None:
         """Have the engine's thread do something before its next step. From any thread; never blocks."""
         self._commands.append(command)
         self._wake.set()
@@ -126,9 +137,11 @@ class EngineLoop:
                 snapshot = True
             elif isinstance(command, Remove):
                 self._engine.abort(command.request_id)
+            elif isinstance(command, GoOn):
+                self._engine.proceed(command.request)
             else:
                 refused += self._add(command)
-        result = self._engine.step()
+        result = self._engine.step(self._announce)
         result.updates = refused + result.updates
         self._report(result, snapshot)
         if not result.computed and not self._engine.computing:
@@ -138,10 +151,15 @@ class EngineLoop:
 
     def _add(self, command: Add) -> list[SequenceUpdate]:
         try:
-            self._engine.add(command.request, hand_over=command.hand_over, ticket=command.ticket)
+            self._engine.add(
+                command.request, hand_over=command.hand_over, ticket=command.ticket, awaiting=command.awaiting
+            )
         except RequestRefused as refusal:
             return [SequenceUpdate(command.request.request_id, [], FinishReason.ERROR, error=str(refusal))]
         return []
+
+    def _announce(self, updates: list[SequenceUpdate]) -> None:
+        self._publish(LoopReport(StepResult(updates=updates), self._engine.load(), self._engine.steps, None))
 
     def _report(self, result: StepResult, snapshot: bool) -> None:
         load, now = self._engine.load(), time.monotonic()

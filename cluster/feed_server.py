@@ -8,10 +8,8 @@ from collections.abc import Callable
 
 from splitserve.cluster.outbox import Outbox
 from splitserve.cluster.wire import (
-    Abort,
-    Decode,
     Hello,
-    Prefill,
+    LegCommand,
     WireError,
     WorkerEndpoint,
     frame,
@@ -43,7 +41,7 @@ class FeedServer:
         self,
         worker: str,
         on_connect: Callable[[Connection], None],
-        on_command: Callable[[Connection, Prefill | Decode | Abort], None],
+        on_command: Callable[[Connection, LegCommand], None],
         on_disconnect: Callable[[Connection], None],
     ) -> None:
         self._worker = worker

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from msgspec import structs
 from ray.serve.handle import DeploymentHandle
 
 from splitserve.cluster.api.errors import ApiError
@@ -91,6 +92,9 @@ class GatewayService:
         pools = {role.value: sum(1 for w in self._view.of_role(role) if w.steps > 0) for role in Role}
         is_ready = all(pools.values())
         return is_ready, {"status": "ready" if is_ready else "not ready", "workers": pools}
+
+    def transfers(self) -> dict[str, dict[str, Any]]:
+        return {name: structs.asdict(record) for name, record in self._telemetry.transfers.items()}
 
     def metrics_text(self) -> str:
         return self._telemetry.text()

@@ -2,12 +2,18 @@
 
 ::
 
-    place ──▶ PREFILL ──ticket──▶ DECODE ──▶ done
-      │          │                  ▲ │
-      │          └── ended with its first token ──▶ done
-      └── nobody prefills ──────────┘ │
-      ▲                               │
-      └──── a leg was lost: the tokens so far become part of the prompt, and the request is placed anew
+                          ┌── EXPECT ──first token, proceed──┐
+                    early │    │                             ▼
+    place ──▶ PREFILL ──ticket─│──── first token ────────▶ DECODE ──▶ done
+      │          │             └─ lost, no room ─┘           ▲ │
+      │          └── ended with its first token ──▶ done     │ │
+      └── nobody prefills ───────────────────────────────────┘ │
+      ▲                                                        │
+      └── a leg was lost: the tokens so far become part of the prompt, and the request is placed anew
+
+A prompt that takes a while is offered by an early ticket, before its first token: the decode worker then fetches its
+pages while the rest is computed (EXPECT). That leg can only save time. Should it end without a token, the request goes
+on with the ticket that comes with the first token, as one does that was never offered early.
 
 What may live here: the order of these phases and who cleans up after each. Choosing workers is ``router.placement``,
 talking to them ``worker_link``, text the API's.
@@ -15,9 +21,10 @@ talking to them ``worker_link``, text the API's.
 
 import asyncio
 import dataclasses
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from random import Random
 
 from msgspec.structs import replace
@@ -33,6 +40,8 @@ from splitserve.engine.page_hash import PageHasher
 from splitserve.engine.protocol import FinishReason, Request, RequestId, SamplingParams, SequenceUpdate, WorkerId
 from splitserve.router.load_view import LoadView
 from splitserve.router.placement import NobodyThere, Placement, place
+
+logger = logging.getLogger("ray.serve")
 
 RETRY_AFTER_S = 5.0
 
@@ -95,26 +104,75 @@ class RequestPath:
                     yield tokens
             return
 
+        with ExitStack() as legs:
+            update, early = await self._prefill(request, placement, legs)
+            first = tokens_of(update)
+            if update.finish is not FinishReason.HANDED_OVER:
+                yield first
+                return
+
+            following, ticket = self._advanced(request, update.tokens), update.ticket
+            with self._lease(placement.prefill, request.request_id) as lease:
+                if early is None:
+                    decode = self._leg(placement.decode, following, lambda link: link.decode(following, ticket))
+                    leg = legs.enter_context(decode)
+                else:
+                    leg = early
+                    self._proceed(placement.decode, leg, following)
+                yield first
+                try:
+                    async for tokens in self._tokens(leg):
+                        lease.ended = True
+                        yield tokens
+                    return
+                except LegLost as lost:
+                    if early is None or lease.ended:
+                        raise
+                    logger.info("request %s goes on with its final ticket: %s", request.request_id, lost)
+                legs.close()
+
+                # Another name: what is still said of the leg before must not be taken for this one's.
+                again = replace(following, request_id=RequestId(f"{request.request_id}-final"))
+                worker = (await self._place(again)).decode
+                with self._leg(worker, again, lambda link: link.decode(again, ticket)) as leg:
+                    async for tokens in self._tokens(leg):
+                        lease.ended = True
+                        yield tokens
+
+    async def _prefill(
+        self, request: Request, placement: Placement, legs: ExitStack
+    ) -> tuple[SequenceUpdate, Leg | None]:
+        """The prefill worker's last word, and the leg that has been fetching pages meanwhile, which ``legs`` owns."""
+        assert placement.prefill is not None
+        early: Leg | None = None
         with self._leg(placement.prefill, request, lambda link: link.prefill(request)) as leg:
             update = await leg.next(self._settings.token_wait_s)
-        first = tokens_of(update)
-        if update.finish is not FinishReason.HANDED_OVER:
-            yield first
-            return
+            while update.finish is None:
+                if early is None and update.ticket is not None:
+                    early = self._expect(placement.decode, request, update.ticket, legs)
+                update = await leg.next(self._settings.token_wait_s)
+        return update, early
 
-        following, ticket = self._advanced(request, update.tokens), update.ticket
-        with (
-            self._lease(placement.prefill, request.request_id) as lease,
-            self._leg(placement.decode, following, lambda link: link.decode(following, ticket)) as leg,
-        ):
-            yield first
-            async for tokens in self._tokens(leg):
-                lease.ended = True
-                yield tokens
+    def _expect(self, worker: WorkerId, request: Request, ticket: bytes, legs: ExitStack) -> Leg | None:
+        """A leg that fetches pages while they are computed. None: the worker is not there."""
+        # What there is to say of the prompt is said where it is computed.
+        expected = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
+        try:
+            return legs.enter_context(self._leg(worker, expected, lambda link: link.expect(expected, ticket)))
+        except LegLost:
+            return None
+
+    def _proceed(self, worker: WorkerId, leg: Leg, following: Request) -> None:
+        link = self._links.get(worker)
+        if link is not None:
+            link.proceed(leg, following)
 
     async def _tokens(self, leg: Leg) -> AsyncGenerator[Tokens, None]:
         while True:
-            tokens = tokens_of(await leg.next(self._settings.token_wait_s))
+            update = await leg.next(self._settings.token_wait_s)
+            if update.transfer is not None:
+                self._telemetry.transferred(leg.request_id, update.transfer)
+            tokens = tokens_of(update)
             yield tokens
             if tokens.finish is not None:
                 return

@@ -38,10 +38,19 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Compute all tokens, on the pages of the ticket if there is one."""
+    """Compute all tokens, on the pages of the ticket if there is one. ``awaiting``: the prompt's first token is still
+    to come from whoever gave the ticket; fetch the pages, and wait for ``Proceed``.
+    """
 
     request: Request
     ticket: bytes | None
+    awaiting: bool = False
+
+
+class Proceed(msgspec.Struct, frozen=True, tag=True):
+    """Go on with an awaiting request: as ``request``, which has its id, its prompt and the tokens after it."""
+
+    request: Request
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -50,7 +59,8 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: RequestId
 
 
-Command = Hello | Prefill | Decode | Abort
+LegCommand = Prefill | Decode | Proceed | Abort
+Command = Hello | LegCommand
 
 
 class WorkerEndpoint(msgspec.Struct, frozen=True):

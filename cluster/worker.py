@@ -11,9 +11,9 @@ from collections import defaultdict
 import ray
 from ray import serve
 
-from splitserve.cluster.engine_loop import Add, EngineLoop, LoopReport, Remove, Snapshot
+from splitserve.cluster.engine_loop import Add, EngineLoop, GoOn, LoopReport, Remove, Snapshot
 from splitserve.cluster.feed_server import Connection, FeedServer
-from splitserve.cluster.wire import Abort, Decode, Prefill, WorkerEndpoint
+from splitserve.cluster.wire import Abort, Decode, LegCommand, Prefill, Proceed, WorkerEndpoint
 from splitserve.engine.build import build_engine
 from splitserve.engine.engine import Engine
 from splitserve.engine.protocol import (
@@ -111,15 +111,19 @@ class Worker:
         self._fresh.add(connection)
         self._loop.post(Snapshot())
 
-    def _commanded(self, connection: Connection, command: Prefill | Decode | Abort) -> None:
+    def _commanded(self, connection: Connection, command: LegCommand) -> None:
         if isinstance(command, Abort):
             self._loop.post(Remove(command.request_id))
+            return
+        if isinstance(command, Proceed):
+            self._loop.post(GoOn(command.request))
             return
         self._connection_of[command.request.request_id] = connection
         if isinstance(command, Prefill):
             self._loop.post(Add(command.request, hand_over=True, ticket=None))
         else:
-            self._loop.post(Add(command.request, hand_over=False, ticket=self._ticket_of(command)))
+            ticket = self._ticket_of(command)
+            self._loop.post(Add(command.request, hand_over=False, ticket=ticket, awaiting=command.awaiting))
 
     def _disconnected(self, connection: Connection) -> None:
         """The gateway has gone: nobody waits for what is computed for it."""
@@ -135,7 +139,7 @@ class Worker:
         try:
             return Ticket.decode(command.ticket)
         except TicketError as error:
-            logger.warning("request %s: %s; its prompt is computed here", command.request.request_id, error)
+            logger.warning("request %s: %s", command.request.request_id, error)
             return None
 
     # Reports

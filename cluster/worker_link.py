@@ -15,6 +15,7 @@ from splitserve.cluster.wire import (
     Decode,
     Hello,
     Prefill,
+    Proceed,
     WireError,
     WorkerEndpoint,
     frame,
@@ -56,6 +57,17 @@ class WorkerLink:
     def decode(self, request: Request, ticket: bytes | None) -> Leg:
         """Have the worker compute the answer, on the pages of the ticket if there is one."""
         return self._start(request.request_id, Decode(request, ticket))
+
+    def expect(self, request: Request, ticket: bytes) -> Leg:
+        """Have the worker fetch a prompt's pages while they are computed at the ticket's sender; the leg says nothing
+        before ``proceed`` unless that fails.
+        """
+        return self._start(request.request_id, Decode(request, ticket, awaiting=True))
+
+    def proceed(self, leg: Leg, following: Request) -> None:
+        """Have an expecting leg compute the answer of ``following``, which is its request and the first tokens."""
+        if self._legs.get(leg.request_id) is leg:
+            self._send(Proceed(following))
 
     def abort(self, request_id: RequestId) -> None:
         """End what the worker has of a request: a leg, or the lease of one that was handed over."""

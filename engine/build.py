@@ -62,9 +62,7 @@ def build_engine(
             layout=runner.layout,
             pool=pool,
             transport=transport,
-            limits=HandoverLimits(
-                settings.transfer.lease_s, settings.transfer.read_s, settings.transfer.leased_share
-            ),
+            limits=HandoverLimits(settings.transfer.lease_s, settings.transfer.read_s, settings.transfer.leased_share),
             counters=counters,
         ),
         counters=counters,

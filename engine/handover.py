@@ -1,5 +1,5 @@
-"""The engine's side of ``kvtransfer``: what leaves (``sending.py``), what comes (``receiving.py``), and the notices that
-tell both.
+"""The engine's side of ``kvtransfer``: what leaves (``sending.py``), what comes (``receiving.py``), and the notices
+that tell both.
 """
 
 from collections.abc import Callable

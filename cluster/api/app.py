@@ -71,6 +71,16 @@ def build_routes(service: Service, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(service.metrics_text(), media_type=METRICS_TYPE)
 
+    async def transfers(request: Request) -> Response:
+        return json_response({"data": [{"id": name, **record} for name, record in service.transfers().items()]})
+
+    async def transfer(request: Request) -> Response:
+        name = request.path_params["name"]
+        record = service.transfers().get(name)
+        if record is None:
+            raise NotFound(f"No transfer of a request '{name[:256]}' is remembered.")
+        return json_response({"id": name, **record})
+
     generations: dict[str, Endpoint] = {
         "/v1/chat/completions": _generation(service, chat, chat_stream, max_body_bytes),
         "/v1/completions": _generation(service, complete, complete_stream, max_body_bytes),
@@ -81,6 +91,8 @@ def build_routes(service: Service, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
         "/health": health,
         "/ready": ready,
         "/metrics": metrics,
+        "/debug/transfers": transfers,
+        "/debug/transfers/{name}": transfer,
     }
     return [Route(path, _answer_errors(endpoint), methods=["POST"]) for path, endpoint in generations.items()] + [
         Route(path, _answer_errors(endpoint), methods=["GET"]) for path, endpoint in lookups.items()

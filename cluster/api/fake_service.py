@@ -49,6 +49,7 @@ class FakeService:
         self.tokenized: list[str] = []
         self.open = 0
         self.is_ready = True
+        self.moved: dict[str, dict[str, Any]] = {}
 
     def say(self, text: str, finish: FinishReason = FinishReason.STOP, cached_tokens: int | None = 2) -> None:
         """Make the script one item per word of ``text``."""
@@ -81,6 +82,9 @@ class FakeService:
 
     def ready(self) -> tuple[bool, dict[str, Any]]:
         return self.is_ready, {"ready": self.is_ready}
+
+    def transfers(self) -> dict[str, dict[str, Any]]:
+        return self.moved
 
     def metrics_text(self) -> str:
         return "fake_requests_total 0\n"

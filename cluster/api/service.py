@@ -1,6 +1,6 @@
 """What the API asks of whoever computes: tokens in, tokens out."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,6 +74,11 @@ class Service(Protocol):
 
     def ready(self) -> tuple[bool, dict[str, Any]]:
         """Whether a request sent now would be computed, and the reasons as plain data."""
+
+    def transfers(self) -> Mapping[str, Mapping[str, Any]]:
+        """What moving pages between workers came to, by the request's name inside the service; the latest, oldest
+        first.
+        """
 
     def metrics_text(self) -> str:
         """All metrics in the Prometheus text format."""

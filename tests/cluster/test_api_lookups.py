@@ -44,6 +44,16 @@ async def test_health_ready_metrics():
     assert response.text == "fake_requests_total 0\n"
 
 
+async def test_transfers():
+    service = FakeService()
+    service.moved = {"a-0": {"pages": 3, "cause": None}, "b-0": {"pages": 0, "cause": "torn"}}
+    first, second = {"id": "a-0", "pages": 3, "cause": None}, {"id": "b-0", "pages": 0, "cause": "torn"}
+    assert (await send(service, "GET", "/debug/transfers")).json() == {"data": [first, second]}
+    assert (await send(service, "GET", "/debug/transfers/b-0")).json() == second
+    response = await send(service, "GET", "/debug/transfers/other")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [

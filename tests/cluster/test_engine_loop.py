@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from splitserve.cluster import engine_loop
-from splitserve.cluster.engine_loop import Add, EngineLoop, LoopReport, Remove, Snapshot, Stop
+from splitserve.cluster.engine_loop import Add, EngineLoop, GoOn, LoopReport, Remove, Snapshot, Stop
 from splitserve.engine.build import build_engine
 from splitserve.engine.counters import Counters
 from splitserve.engine.engine import RequestRefused, StepResult
@@ -41,21 +41,28 @@ class FakeEngine:
     def __init__(self) -> None:
         self.calls: list[tuple[str, ...]] = []
         self.results: list[StepResult | Exception] = []
+        self.announced: list[list[SequenceUpdate]] = []
         self.stepped: queue.Queue[int] = queue.Queue()
         self.computing = False
         self.idle = True
         self.closed = 0
 
-    def add(self, request: Request, *, hand_over: bool, ticket: object) -> None:
+    def add(self, request: Request, *, hand_over: bool, ticket: object, awaiting: bool) -> None:
         if request.request_id == "bad":
             raise RequestRefused("too long for this pool")
-        self.calls.append(("add", request.request_id, "over" if hand_over else ""))
+        self.calls.append(("add", request.request_id, "over" if hand_over else "awaiting" if awaiting else ""))
+
+    def proceed(self, request: Request) -> bool:
+        self.calls.append(("proceed", request.request_id))
+        return True
 
     def abort(self, request_id: RequestId) -> bool:
         self.calls.append(("abort", request_id))
         return True
 
-    def step(self) -> StepResult:
+    def step(self, announce: Callable[[list[SequenceUpdate]], None]) -> StepResult:
+        if self.announced:
+            announce(self.announced.pop(0))
         self.calls.append(("step",))
         self.steps += 1
         self.stepped.put(self.steps)
@@ -118,6 +125,23 @@ def test_commands_are_taken_in_order_and_before_the_next_step(engine: FakeEngine
     running.loop.start()
     running.next()
     assert engine.calls[:4] == [("add", "a", "over"), ("add", "b", ""), ("abort", "a"), ("step",)]
+
+
+def test_an_awaiting_request_is_added_and_goes_on(engine: FakeEngine, running: Running) -> None:
+    running.loop.post(Add(request("a"), hand_over=False, ticket=None, awaiting=True))
+    running.loop.post(GoOn(request("a")))
+    running.loop.start()
+    running.next()
+    assert engine.calls[:3] == [("add", "a", "awaiting"), ("proceed", "a"), ("step",)]
+
+
+def test_what_is_announced_is_reported_before_the_step(engine: FakeEngine, running: Running) -> None:
+    early, late = SequenceUpdate(RequestId("a"), [], ticket=b"t"), SequenceUpdate(RequestId("a"), [7])
+    engine.announced, engine.results = [[early]], [StepResult(updates=[late], prefill_tokens=3)]
+    running.loop.start()
+    first, second = running.next(), running.next()
+    assert (first.result, first.steps) == (StepResult(updates=[early]), 0)
+    assert (second.result.updates, second.steps) == ([late], 1)
 
 
 def test_a_command_wakes_an_idle_engine(engine: FakeEngine, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

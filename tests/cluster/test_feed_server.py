@@ -10,7 +10,7 @@ from feed_fakes.loopback_worker import WAIT_S, LoopbackWorker
 from feed_fakes.reports import report
 
 from splitserve.cluster import feed_server
-from splitserve.cluster.wire import Abort, Command, Decode, Hello, Prefill, WorkerEndpoint, frame, read_report
+from splitserve.cluster.wire import Abort, Command, Decode, Hello, Prefill, Proceed, WorkerEndpoint, frame, read_report
 from splitserve.engine.protocol import Request, RequestId, SamplingParams, SequenceUpdate
 
 REQUEST = Request(RequestId("r"), (1, 2, 3), (), SamplingParams(max_tokens=2))
@@ -73,7 +73,7 @@ async def test_tokens_of_two_servers_differ() -> None:
 
 
 async def test_commands_arrive_in_order(worker: LoopbackWorker) -> None:
-    commands = [Prefill(REQUEST), Decode(REQUEST, b"t"), Abort(RequestId("r"))]
+    commands = [Prefill(REQUEST), Decode(REQUEST, b"t", awaiting=True), Proceed(REQUEST), Abort(RequestId("r"))]
     async with connected(worker) as peer:
         peer.send(*commands)
         assert [await worker.next() for _ in commands] == [("g", command) for command in commands]

@@ -4,8 +4,8 @@ import pytest
 from feed_fakes.reports import report
 from prometheus_client.parser import text_string_to_metric_families
 
-from splitserve.cluster.telemetry import LABELLED, WORKER_COUNTERS, Telemetry
-from splitserve.engine.protocol import Counted, Load, Role, WorkerId
+from splitserve.cluster.telemetry import LABELLED, REMEMBERED_TRANSFERS, WORKER_COUNTERS, Telemetry
+from splitserve.engine.protocol import Counted, Load, RequestId, Role, TransferRecord, WorkerId
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -132,6 +132,29 @@ def test_requests_of_a_gateway(telemetry: Telemetry) -> None:
     assert value(telemetry, "splitserve_requests_running") == 1
     assert value(telemetry, "splitserve_ttft_seconds_bucket", le="0.02") == 0
     assert value(telemetry, "splitserve_ttft_seconds_bucket", le="0.04") == 1
+
+
+def test_leases_by_state(telemetry: Telemetry) -> None:
+    load = Load(leased_pages=5, open_leases=3, claimed_leases=2, held_back=1)
+    telemetry.take_in(report("p", facts=None, load=load))
+    assert value(telemetry, "splitserve_kv_leases", worker="p", state="open") == 1
+    assert value(telemetry, "splitserve_kv_leases", worker="p", state="claimed") == 2
+    assert value(telemetry, "splitserve_pages", worker="p", state="leased") == 5
+    assert value(telemetry, "splitserve_sequences", worker="p", state="held_back") == 1
+
+
+def test_the_latest_transfers_are_remembered_and_good_ones_measured() -> None:
+    telemetry = Telemetry()
+    good = TransferRecord(WorkerId("p"), 3, 1 << 20, 1, 2, 0.03, 0.004, None)
+    bad = TransferRecord(WorkerId("p"), 1, 1 << 18, 0, 0, 9.0, 9.0, "timeout")
+    telemetry.transferred(RequestId("bad"), bad)
+    for number in range(REMEMBERED_TRANSFERS):
+        telemetry.transferred(RequestId(str(number)), good)
+    assert len(telemetry.transfers) == REMEMBERED_TRANSFERS
+    assert next(iter(telemetry.transfers.items())) == ("0", good)
+    assert value(telemetry, "splitserve_transfer_seconds_count") == REMEMBERED_TRANSFERS
+    assert value(telemetry, "splitserve_transfer_tail_seconds_bucket", le="0.005") == REMEMBERED_TRANSFERS
+    assert value(telemetry, "splitserve_transfer_bytes_sum") == REMEMBERED_TRANSFERS * good.bytes
 
 
 def test_two_gateways_of_one_process_do_not_share() -> None:

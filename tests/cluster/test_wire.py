@@ -15,6 +15,7 @@ from splitserve.cluster.wire import (
     Decode,
     Hello,
     Prefill,
+    Proceed,
     WireError,
     frame,
     read_command,
@@ -31,6 +32,8 @@ from splitserve.engine.protocol import (
     SamplingParams,
     SequenceUpdate,
     StepReport,
+    TransferRecord,
+    WorkerId,
 )
 
 REQUEST = Request(
@@ -45,6 +48,8 @@ COMMANDS = [
     Prefill(REQUEST),
     Decode(REQUEST, None),
     Decode(REQUEST, b"\x00\xff ticket"),
+    Decode(REQUEST, b"ticket", awaiting=True),
+    Proceed(REQUEST),
     Abort(RequestId("r")),
 ]
 REPORTS = [
@@ -56,6 +61,8 @@ REPORTS = [
         updates=[
             SequenceUpdate(RequestId("a"), [1, 2], cached_tokens=16),
             SequenceUpdate(RequestId("b"), [3], FinishReason.HANDED_OVER, ticket=b"\x00"),
+            SequenceUpdate(RequestId("e"), [], ticket=b"early"),
+            SequenceUpdate(RequestId("f"), [4], transfer=TransferRecord(WorkerId("p"), 3, 99, 1, 2, 0.5, 0.1, None)),
             SequenceUpdate(RequestId("c"), [], FinishReason.ERROR, error="why"),
         ],
         stored=[PageHash(b"\x00" * 16)],

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 from splitserve.cluster import worker_link
 from splitserve.cluster.leg import LegLost
 from splitserve.cluster.outbox import Outbox
-from splitserve.cluster.wire import Abort, Decode, Prefill, WorkerEndpoint, frame
+from splitserve.cluster.wire import Abort, Decode, Prefill, Proceed, WorkerEndpoint, frame
 from splitserve.cluster.worker_link import WorkerLink
 from splitserve.engine.protocol import (
     FinishReason,
@@ -116,8 +116,22 @@ async def test_commands_reach_the_worker_in_order(worker: LoopbackWorker) -> Non
         side.link.prefill(REQUEST)
         side.link.decode(OTHER, b"ticket")
         side.link.abort(REQUEST.request_id)
-        told = [(await worker.next())[1] for _ in range(3)]
-        assert told == [Prefill(REQUEST), Decode(OTHER, b"ticket"), Abort(REQUEST.request_id)]
+        side.link.proceed(side.link.expect(REQUEST, b"early"), REQUEST)
+        told = [(await worker.next())[1] for _ in range(5)]
+        assert told[:3] == [Prefill(REQUEST), Decode(OTHER, b"ticket"), Abort(REQUEST.request_id)]
+        assert told[3:] == [Decode(REQUEST, b"early", awaiting=True), Proceed(REQUEST)]
+
+
+async def test_a_leg_that_has_ended_does_not_proceed(worker: LoopbackWorker) -> None:
+    async with linked(worker) as (side, outbox):
+        leg = side.link.expect(REQUEST, b"early")
+        ended = SequenceUpdate(REQUEST.request_id, [], FinishReason.ERROR, error="no room")
+        outbox.put(report(facts=None, updates=[ended]))
+        assert (await leg.next(WAIT_S)).error == "no room"
+        side.link.proceed(leg, REQUEST)
+        side.link.abort(OTHER.request_id)
+        told = [(await worker.next())[1] for _ in range(2)]
+        assert told == [Decode(REQUEST, b"early", awaiting=True), Abort(OTHER.request_id)]
 
 
 async def test_each_leg_gets_the_updates_of_its_request(worker: LoopbackWorker) -> None:

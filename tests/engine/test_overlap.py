@@ -163,7 +163,7 @@ def test_only_what_is_missing_moves(pair: tuple[Any, Any]) -> None:
 
 
 def test_what_the_sender_has_cached_can_be_read_at_once(pair: tuple[Any, Any]) -> None:
-    prefill, decode = pair
+    prefill, _ = pair
     prefill.engine.add(prefill.request("before", PROMPT[:40], 1))
     prefill.run("before")
     prefill.engine.add(prefill.request("r", PROMPT), hand_over=True)
@@ -210,9 +210,7 @@ def test_pages_wait_for_the_first_token(pair: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("fault", ["lose_notices", "double_notices", "overtake_notices"])
 @pytest.mark.parametrize("side", ["p", "d", "both"])
-def test_notices_that_go_astray_cost_time_only(
-    make_engine: Make, pair: tuple[Any, Any], fault: str, side: str
-) -> None:
+def test_notices_that_go_astray_cost_time_only(make_engine: Make, pair: tuple[Any, Any], fault: str, side: str) -> None:
     """A lost word that pages are sealed is made good by the gateway's that the first token is there."""
     prefill, decode = pair
     for bench in pair:

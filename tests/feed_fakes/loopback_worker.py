@@ -4,7 +4,7 @@ import asyncio
 from types import TracebackType
 
 from splitserve.cluster.feed_server import Connection, FeedServer
-from splitserve.cluster.wire import Abort, Decode, Prefill, WorkerEndpoint
+from splitserve.cluster.wire import LegCommand, WorkerEndpoint
 
 WAIT_S = 10.0  # longest wait for what must come
 
@@ -39,7 +39,7 @@ class LoopbackWorker:
         self.connections.append(connection)
         self.told.put_nowait(("connected", connection.gateway))
 
-    def _commanded(self, connection: Connection, command: Prefill | Decode | Abort) -> None:
+    def _commanded(self, connection: Connection, command: LegCommand) -> None:
         self.told.put_nowait((connection.gateway, command))
 
     def _disconnected(self, connection: Connection) -> None:

@@ -34,6 +34,9 @@ class Started:
     def say(self, *tokens: int, **fields: Any) -> None:
         self.leg.push(SequenceUpdate(self.request.request_id, list(tokens), **fields))
 
+    def offer(self, ticket: bytes = b"early ticket") -> None:
+        self.say(ticket=ticket)
+
     def hand_over(self, token: int, ticket: bytes = b"ticket") -> None:
         self.say(token, finish=FinishReason.HANDED_OVER, ticket=ticket, cached_tokens=4)
 
@@ -44,12 +47,23 @@ class FakeLink:
     def __init__(self) -> None:
         self.started: asyncio.Queue[Started] = asyncio.Queue()
         self.aborted: list[RequestId] = []
+        self.proceeded: list[Request] = []
+        self.went_on = asyncio.Event()
 
     def prefill(self, request: Request) -> Leg:
         return self._start("prefill", request, None)
 
     def decode(self, request: Request, ticket: bytes | None) -> Leg:
         return self._start("decode", request, ticket)
+
+    def expect(self, request: Request, ticket: bytes) -> Leg:
+        return self._start("expect", request, ticket)
+
+    def proceed(self, leg: Leg, following: Request) -> None:
+        assert following.request_id == leg.request_id
+        if not leg.ended:
+            self.proceeded.append(following)
+            self.went_on.set()
 
     def abort(self, request_id: RequestId) -> None:
         self.aborted.append(request_id)
