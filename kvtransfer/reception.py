@@ -219,33 +219,50 @@ class Reception:
         self._transport.notify(self._connected(), notice.encode())
 
     def _advance(self, now: float) -> None:
+        """As far as it goes: polls may be a whole step of an engine apart, and some reads are done once posted."""
+        self._take_done(now)
+        while self._follow_up(now):
+            if not self._take_done(now):
+                break
+
+    def _take_done(self, now: float) -> bool:
+        """Drive the reads under way. Whether one of them is done."""
+        before = len(self._reads)
         for read in list(self._reads):
             if self._is_done(read):
                 self.moved.pages += self._reads.pop(read)
                 self._heard = now
+        return len(self._reads) < before
+
+    def _follow_up(self, now: float) -> bool:
+        """Do what is next. Whether a read was started."""
         if self.state is ReceptionState.READING:
-            self._post(now)
+            if self._post():
+                return True
             if not self._reads and self._posted == len(self._indexes):
                 self._generations = self._transport.read_generations(self._connected(), self._remote(0))
                 self._reads[self._generations] = 0
                 self.state = ReceptionState.VERIFYING
-        if self.state is ReceptionState.VERIFYING and not self._reads:
+                return True
+        elif self.state is ReceptionState.VERIFYING and not self._reads:
             assert self._generations is not None
             self._verify(self._generations.values(), now)
+        return False
 
-    def _post(self, now: float) -> None:
-        """Read what has been sealed and not been asked for, in one piece."""
+    def _post(self) -> bool:
+        """Read what has been sealed and not been asked for, in one piece. False: there is nothing."""
         end = self._posted
         full_pages = self._sealed // self._layout.page_tokens
         while end < len(self._indexes) and (self._whole or self._indexes[end] < full_pages):
             end += 1
         if end == self._posted:
-            return
+            return False
         local = self._local[self._posted : end]
         read = self._transport.read_pages(self._connected(), self._remote(self._posted, end), local)
         self._reads[read] = end - self._posted
         self._posted = end
         self.moved.reads += 1
+        return True
 
     def _remote(self, first: int, end: int | None = None) -> list[int]:
         return [self.ticket.page_ids[index] for index in self._indexes[first:end]]

@@ -189,7 +189,7 @@ class EngineMachine(RuleBasedStateMachine):
         before = {sequence: sequence.preemptions for sequence in engine._sequences.values()}
         transferring = engine.transferring
         result = bench.step()
-        waits_for_peers = transferring or engine.transferring
+        waits_for_peers = transferring or engine.transferring or scheduler.receiving
         assert result.computed or waits_for_peers or not (scheduler.running or scheduler.waiting)
         for sequence, preemptions in before.items():
             assert sequence.preemptions <= MAX_PREEMPTIONS

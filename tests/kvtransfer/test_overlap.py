@@ -181,6 +181,7 @@ def test_b007_the_sender_gives_up_at_every_step_around_the_last_seal(filling: An
     reception = filling.receive()
     seal(filling, 8)
     filling.run(reception, 0.0)
+    filling.d.transport.faults.idle_polls = 1
     seal(filling, 10)
     filling.run(reception, 0.0, polls)
     was_complete = reception.state is ReceptionState.COMPLETE
@@ -200,6 +201,7 @@ def test_b007_the_steps_above_end_both_ways(filling: Any) -> None:
     reception = filling.receive()
     seal(filling, 8)
     filling.run(reception, 0.0)
+    filling.d.transport.faults.idle_polls = 1
     seal(filling, 10)
     assert filling.run(reception, 0.0, polls=1).state is ReceptionState.READING
     assert filling.run(reception, 0.0, polls=5).state is ReceptionState.COMPLETE

@@ -140,7 +140,9 @@ def test_b022_b024_b030_a_fault_at_any_stage_ends_as_failed(hand_over: Any, faul
 @pytest.mark.parametrize("fault", ["fail_poll", "raise_foreign", "fail_silently", "drop_in_read_once"])
 def test_b022_b030_faults_while_verifying(hand_over: Any, fault: str) -> None:
     reception = hand_over.receive()
-    hand_over.run(reception, 0.0, polls=3)
+    hand_over.run(reception, 0.0, polls=1)
+    hand_over.d.transport.faults.idle_polls = 1
+    hand_over.run(reception, 0.0, polls=1)
     assert reception.state is ReceptionState.VERIFYING
     setattr(hand_over.d.transport.faults, fault, True)
     hand_over.finish(reception)

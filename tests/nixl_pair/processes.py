@@ -93,6 +93,7 @@ class PeerProcess:
             endpoint=self.endpoint,
             layout=LAYOUT.fingerprint,
             tokens=16 * len(pages),
+            sealed=16 * len(pages),
             page_ids=pages,
             generations=(generation,) * len(pages),
             lease_s=60.0,
@@ -107,14 +108,10 @@ class Receiver:
         self.transport = NixlTransport("d", PoolMemory(self.data.ctypes.data, LAYOUT.page_bytes, PAGES, self.data))
 
     def receive(self, ticket: Ticket, first_page: int = 0, deadline_s: float = LIMIT_S) -> Reception:
-        return Reception(
-            ticket,
-            {index: first_page + index for index in range(len(ticket.page_ids))},
-            transport=self.transport,
-            layout=LAYOUT,
-            now=time.monotonic(),
-            deadline_s=deadline_s,
-        )
+        now = time.monotonic()
+        reception = Reception(ticket, transport=self.transport, layout=LAYOUT, now=now, deadline_s=deadline_s)
+        reception.fetch({index: first_page + index for index in range(len(ticket.page_ids))}, now)
+        return reception
 
     def finish(self, reception: Reception) -> Reception:
         wait_until(lambda: bool(reception.poll(time.monotonic())) and reception.settled)
