@@ -4,8 +4,8 @@ The layout is SmolLM2-135M's with 16 tokens a page. Our side is what a hand-over
 the read, and the read of the pages' generations. The plain loop reads the same pages with one descriptor each and
 checks nothing. Both take turns, in alternating order; of each the best repetition counts, of single pages the median.
 
-``rate_ratio`` is the lower one of contiguous and scattered page tables. ``hidden_fraction`` and ``tail_ms`` are those of
-``overlap.py``; ``chunk_ms`` is what moving one chunk's pages takes by itself, to compare ``tail_ms`` with.
+``rate_ratio`` is the lower one of contiguous and scattered page tables. ``hidden_fraction`` and ``tail_ms`` are those
+of ``overlap.py``; ``chunk_ms`` is what moving one chunk's pages takes by itself, to compare ``tail_ms`` with.
 """
 
 import argparse

@@ -124,6 +124,9 @@ class ModelRunner:
             if sampling:
                 logits = self._model.logits(hidden.index_select(0, batch.sample_rows))
                 drawn = iter(self._next_tokens.draw(logits, sampling))
+            elif self._device.type == "cuda":
+                # Drawing waits for the device. Without it the pages must not count as filled before they are.
+                torch.cuda.current_stream(self._device).synchronize()
             outputs = [ChunkOutput() if chunk.sample is None else next(drawn) for chunk in chunks]
             for place, (chunk, rows) in enumerate(zip(chunks, batch.chunk_rows, strict=True)):
                 if chunk.prompt_logprobs is not None:

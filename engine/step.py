@@ -61,7 +61,8 @@ class Runner(Protocol):
         """Compute every chunk, write its keys and values into the pages, and draw one token after each chunk that
         samples.
 
-        Blocking. Returns one entry per chunk, in order. No token for a chunk that samples means that its logits were
-        not finite: that sequence can't go on, the others can. Within a step no page is written by two chunks. Raises
-        only on our own mistakes or a failing device; the step then counts as not done.
+        Blocking: on return the pages hold what was computed, also for peers that read them past this process. Returns
+        one entry per chunk, in order. No token for a chunk that samples means that its logits were not finite: that
+        sequence can't go on, the others can. Within a step no page is written by two chunks. Raises only on our own
+        mistakes or a failing device; the step then counts as not done.
         """

@@ -378,6 +378,23 @@ def test_a_receiver_that_has_promised_its_pages_says_so_at_once(make_engine: Mak
     decode.run("big")
 
 
+def test_two_workers_do_not_hold_each_others_pages_for_ever(make_engine: Make) -> None:
+    """Each waits for pages that it keeps for the other: their leases end by their deadlines."""
+    pair = [make_engine(name, pages=8) for name in "pd"]
+    prompts = {"p": list(range(24)), "d": list(range(50, 74))}
+    for bench, name in zip(pair, prompts, strict=True):
+        bench.engine.add(bench.request(name, prompts[name], 3), hand_over=True)
+        bench.run(name)
+    for sender, receiver, name in ((*pair, "p"), (*pair[::-1], "d")):
+        following = receiver.request(f"{name}-2", [*prompts[name], *sender.tokens[name]], 2)
+        receiver.engine.add(following, ticket=sender.ticket(name))
+    for _ in range(40):
+        for bench in pair:
+            bench.step()
+            bench.clock.now += 0.5
+    assert ("d-2" in pair[0].finished, "p-2" in pair[1].finished) == (True, True)
+
+
 def test_b072_nothing_more_is_computed_for_peers_while_they_fetch_nothing(make_engine: Make) -> None:
     prefill = make_engine("p", pages=32, limits=SchedulerLimits(16, 16, 8), leased_share=0.5)
     for number in range(4):
