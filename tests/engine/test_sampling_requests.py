@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from engine_models.model_engine import EOS, Answer, ModelEngine, request, resumed, through_two
+from engine_models.model_engine import EOS, Answer, ModelEngine, request, resumed, through_two, through_two_at_once
 from splitserve.engine.protocol import FinishReason, Request
 from splitserve.engine.scheduler import SchedulerLimits
 
@@ -70,7 +70,7 @@ def moved_half_way(one: Request) -> Answer:
     return Answer(answer.tokens[:3] + rest.tokens, rest.finish, logprobs=answer.logprobs[:3] + rest.logprobs)
 
 
-WAYS: list[Callable[[Request], Answer]] = [among_others, preempted, through_two, moved_half_way]
+WAYS: list[Callable[[Request], Answer]] = [among_others, preempted, through_two, through_two_at_once, moved_half_way]
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.8, "seed": 42}, ALL_FEATURES], ids=["seeded", "all features"])
@@ -99,7 +99,7 @@ def test_one_token_is_one_token(way: Callable[[Request], Answer]) -> None:
     assert (len(found.tokens), found.finish, len(found.logprobs)) == (1, FinishReason.LENGTH, 1)
 
 
-@pytest.mark.parametrize("way", [alone, among_others, through_two])
+@pytest.mark.parametrize("way", [alone, among_others, through_two, through_two_at_once])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("minimum", [0, 1, 4])
 def test_the_end_comes_exactly_when_it_may(way: Callable[[Request], Answer], temperature: float, minimum: int) -> None:

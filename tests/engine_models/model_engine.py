@@ -95,14 +95,20 @@ class ModelEngine:
         limits = limits or SchedulerLimits(64, 16, 32)
         self.engine = Engine(runner, self.pool, HASHER, limits, handover, self.counters, lambda: 0.0)
         self.answers: dict[str, Answer] = {}
+        self.offers: dict[str, Ticket] = {}  # of prompts that were not computed yet
 
     def add(self, request: Request, **options: Any) -> None:
         self.answers[request.request_id] = Answer()
         self.engine.add(request, **options)
 
     def step(self) -> None:
-        for update in self.engine.step().updates:
+        for update in self.engine.step(self._announced).updates:
             self.answers[update.request_id].add(update)
+
+    def _announced(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            assert update.ticket is not None
+            self.offers[update.request_id] = Ticket.decode(update.ticket)
 
     def run(self, *requests: Request, **options: Any) -> Answer:
         """Add these, then step until everything has ended. The answer to the first."""
@@ -143,4 +149,35 @@ def through_two(original: Request) -> Answer:
         answer.tokens += rest.tokens
         answer.logprobs += rest.logprobs
         answer.finish, answer.error = rest.finish, rest.error
+    return answer
+
+
+def through_two_at_once(original: Request) -> Answer:
+    """As ``through_two``, for a prompt of several chunks: its pages are read while the rest is computed."""
+    network = LocalNetwork()
+    chunks = SchedulerLimits(step_tokens=64, chunk_tokens=3, max_running=32)
+    prefill, decode = ModelEngine(limits=chunks, network=network), ModelEngine(network=network)
+    prefill.add(original, hand_over=True)
+    answer = prefill.answers[original.request_id]
+    expected = replace(original, sampling=replace(original.sampling, prompt_logprobs=None))
+    while answer.finish is None:
+        prefill.step()
+        if original.request_id not in decode.answers:
+            decode.add(expected, ticket=prefill.offers[original.request_id], awaiting=True)
+        decode.step()
+    rest = decode.answers[original.request_id]
+    if answer.finish is not FinishReason.HANDED_OVER:
+        decode.engine.abort(original.request_id)
+        return answer
+    assert decode.engine.proceed(resumed(original, answer.tokens))
+    for _ in range(2000):
+        prefill.step()
+        decode.step()
+        if rest.finish is not None:
+            break
+    assert (prefill.pool.held_pages, decode.pool.held_pages) == (0, 0)
+    assert {c.name: c.total for c in decode.counters.totals()}.get("splitserve_prefill_tokens_total", 0) == 0
+    answer.tokens += rest.tokens
+    answer.logprobs += rest.logprobs
+    answer.finish, answer.error = rest.finish, rest.error
     return answer
