@@ -44,7 +44,8 @@ LEAVING_S = 1.0  # the latest
 KEEPING_SHARE = 0.2  # of requests whose leases are left to their deadline
 FAULT_S = 0.1  # mean time between two faults
 FREEZE_SHARE = 0.03  # of these faults; others end a leg or a lease
-FREEZE_S = (0.05, 3.0)  # some are longer than a lease
+SHORTEST_FREEZE_S = 0.05
+LONGEST_FREEZE_S = 3.0  # longer than a lease
 FROZEN_KILL_SHARE = 0.3
 DOWN_S = 0.5  # the longest time between a kill and a new start
 QUIET_S = 20.0  # many times a lease
@@ -68,9 +69,10 @@ class Found:
 class Chaos:
     """One run. The seed fixes requests and faults, not how they meet."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, longest_freeze_s: float = LONGEST_FREEZE_S) -> None:
         self.found = Found()
         self._random = Random(seed)
+        self._longest_freeze_s = longest_freeze_s
         self._workers: dict[str, WorkerProcess] = {}
         self._incarnations = 0
         self._client = Client(self._workers, page_hasher(SETTINGS))
@@ -153,7 +155,7 @@ class Chaos:
                 if self._random.random() < FREEZE_SHARE:
                     frozen = worker
                     worker.freeze()
-                    await asyncio.sleep(self._random.uniform(*FREEZE_S))
+                    await asyncio.sleep(self._random.uniform(SHORTEST_FREEZE_S, self._longest_freeze_s))
                     worker.thaw()
                 elif worker.recent:
                     worker.end_behind_the_back(self._random.choice(worker.recent))
@@ -165,7 +167,7 @@ class Chaos:
         worker = self._workers[self._random.choice(NAMES)]
         if self._random.random() < FROZEN_KILL_SHARE:
             worker.freeze()
-            await asyncio.sleep(self._random.uniform(*FREEZE_S))
+            await asyncio.sleep(self._random.uniform(SHORTEST_FREEZE_S, self._longest_freeze_s))
         await worker.kill()
         self._count(worker)
         self.found.kills += 1
